@@ -1,0 +1,125 @@
+"""Batch algebra: how one global batch is cut into micro-batches over accumulation steps and ranks.
+
+    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size
+
+Exactly, or refused with the nearest values that work. DeepSpeed divides with rounding and then asserts on every rank.
+"""
+
+from dataclasses import dataclass
+
+from launcher.errors import RequestError
+from launcher.schema import Batch
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One global batch, cut. All counts are sequences, but ``gradient_accumulation_steps`` and the ranks."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        assert self.train_batch_size == (
+            self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+        )
+
+
+def solve(batch: Batch, data_parallel_size: int, sequence_length: int | None) -> Cut:
+    """The one exact cut that the keys of ``batch`` ask for.
+
+    ``sequence_length`` (bases) is needed for ``train_batch_tokens`` only. Of micro-batch and accumulation, one gives
+    the other; with neither, the micro-batch is the largest exact one not above ``max_micro_batch_size_per_gpu``; with
+    both, all three must agree, or ``train_batch_size`` must be null.
+
+    Raises RequestError with the nearest values that work.
+    """
+    positive = {
+        "train_batch_size": batch.train_batch_size,
+        "train_batch_tokens": batch.train_batch_tokens,
+        "train_micro_batch_size_per_gpu": batch.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "max_micro_batch_size_per_gpu": batch.max_micro_batch_size_per_gpu,
+    }
+    faults = [
+        f"batch.{key}={value}: it must be at least 1"
+        for key, value in positive.items()
+        if value is not None and value < 1
+    ]
+    if faults:
+        raise RequestError(*faults)
+    micro, accumulation = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
+    size, name, unit = _global_batch(batch, sequence_length, data_parallel_size)
+    if size is None:
+        if micro is None or accumulation is None:
+            raise RequestError(
+                "batch.train_batch_size=null: set it, or batch.train_batch_tokens, or both "
+                "batch.train_micro_batch_size_per_gpu and batch.gradient_accumulation_steps"
+            )
+        size = micro * accumulation * data_parallel_size
+    if micro is not None and accumulation is not None:
+        product = micro * accumulation * data_parallel_size
+        if product != size:
+            raise RequestError(
+                f"{name}={size * unit} is not micro-batches of {micro} x {accumulation} accumulation steps x "
+                f"{_ranks(data_parallel_size)} = {product * unit}: set one of the three to null, "
+                f"or {name}={product * unit}"
+            )
+    elif micro is not None:
+        _require_multiple(size, micro * data_parallel_size, name, unit, f"micro-batches of {micro}", data_parallel_size)
+        accumulation = size // (micro * data_parallel_size)
+    elif accumulation is not None:
+        what = f"{accumulation} accumulation steps"
+        share = size // data_parallel_size
+        others = _nearest_divisors(accumulation, share) if size % data_parallel_size == 0 else []
+        remedy = f"; or batch.gradient_accumulation_steps={' or '.join(map(str, others))}" if others else ""
+        _require_multiple(size, accumulation * data_parallel_size, name, unit, what, data_parallel_size, remedy)
+        micro = size // (accumulation * data_parallel_size)
+    else:
+        _require_multiple(size, data_parallel_size, name, unit, "equal parts", data_parallel_size)
+        share = size // data_parallel_size
+        micro = max(m for m in range(1, min(share, batch.max_micro_batch_size_per_gpu) + 1) if share % m == 0)
+        accumulation = share // micro
+    return Cut(size, micro, accumulation, data_parallel_size)
+
+
+def _global_batch(batch: Batch, sequence_length: int | None, ranks: int) -> tuple[int | None, str, int]:
+    """Sequences of a global batch, the key that states it, and what that key counts a sequence as."""
+    if batch.train_batch_tokens is None:
+        return batch.train_batch_size, "batch.train_batch_size", 1
+    tokens, name = batch.train_batch_tokens, "batch.train_batch_tokens"
+    if batch.train_batch_size is not None:
+        raise RequestError(
+            f"{name}={tokens} and batch.train_batch_size={batch.train_batch_size} are both set: set one of them to null"
+        )
+    if sequence_length is None:
+        raise RequestError(f"{name}={tokens}: it needs data.sequence_length; set batch.train_batch_size instead")
+    _require_multiple(tokens, sequence_length, name, 1, f"sequences of {sequence_length} bases", None)
+    return tokens // sequence_length, name, sequence_length
+
+
+def _require_multiple(
+    size: int, multiple: int, name: str, unit: int, parts: str, ranks: int | None, remedy: str = ""
+) -> None:
+    """Raise unless ``multiple`` divides ``size``; both are shown in the unit of the key ``name``."""
+    if size % multiple == 0:
+        return
+    below = size // multiple * multiple
+    values = [value * unit for value in (below, below + multiple) if value > 0]
+    over = f" over {_ranks(ranks)}" if ranks is not None else ""
+    raise RequestError(
+        f"{name}={size * unit} cannot be cut into {parts}{over}: it must be a multiple of {multiple * unit}; "
+        f"nearest: {', '.join(map(str, values))}{remedy}"
+    )
+
+
+def _nearest_divisors(wanted: int, number: int) -> list[int]:
+    """The divisors of ``number`` next below and next above ``wanted``."""
+    below = max((d for d in range(1, min(wanted, number) + 1) if number % d == 0), default=None)
+    above = min((d for d in range(wanted + 1, number + 1) if number % d == 0), default=None)
+    return [d for d in (below, above) if d is not None]
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,230 @@
+"""Runs the ranks of one run on this machine, and sees to it that all of them end together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from launcher import devices, guard
+from launcher.errors import RequestError, RunError, RunInterruptedError
+from launcher.progress import Progress
+from launcher.ranks import STORE_FD
+from launcher.rundir import RunDir
+from launcher.schema import Config
+
+WORKER = (sys.executable, "-m", "launcher.worker")
+
+POLL_S = 0.05
+
+FIRST_CAUSES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTERM}
+"""Signals that a rank does not die of because another one failed (the collectives abort)."""
+
+
+def run(config: Config, num_ranks: int, num_steps: int | None, run_dir: RunDir, worker: Sequence[str] = WORKER) -> None:
+    """Train the run frozen in ``run_dir``: start its ranks, show how they get on, and return when all are done.
+
+    Raises RunError naming the first rank that failed, RequestError where that rank found the request wrong, and
+    RunInterruptedError on SIGINT, SIGTERM or SIGHUP. No process of the run is left then.
+    """
+    run_dir.write_status(
+        state="running", step=0, num_steps=num_steps, activity="starting", reason=None, attempt=1, pid=os.getpid(),
+        host=socket.gethostname(),
+    )  # fmt: skip
+    try:
+        with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
+            _supervise(num_ranks, run_dir, worker, progress, caught)
+    except BaseException as error:
+        run_dir.write_status(state="failed", activity=None, reason=str(error) or type(error).__name__)
+        raise
+    run_dir.write_status(state="completed", activity=None)
+
+
+@dataclass
+class Rank:
+    number: int
+    process: "subprocess.Popen[bytes]"
+    seen_alive: float = 0.0
+    """Seconds since the epoch, as in the failure files."""
+    code: int | None = None
+
+
+def _supervise(
+    num_ranks: int, run_dir: RunDir, worker: Sequence[str], progress: Progress, caught: list[signal.Signals]
+) -> None:
+    ranks: list[Rank] = []
+    with _Guard() as watch:
+        try:
+            for rank in _start(num_ranks, run_dir, worker):
+                ranks.append(rank)
+                watch.began(rank.process.pid)
+            failed = _wait(ranks, progress, caught)
+        finally:
+            guard.end({rank.process.pid for rank in ranks}, hurry=lambda: len(caught) > 1)
+            for rank in ranks:
+                rank.process.wait()
+                watch.ended(rank.process.pid)
+    progress.update()
+    if caught:
+        raise RunInterruptedError(caught[0].name)
+    if failed:
+        raise _first_failure(ranks, failed, run_dir)
+
+
+def _start(num_ranks: int, run_dir: RunDir, worker: Sequence[str]) -> Iterator[Rank]:
+    """The ranks, each in a session of its own, so that its children can be ended with it.
+
+    Rank 0 inherits the listening socket of the rendezvous: it was bound to a free port before anybody knew the
+    number, and so no two runs can meet on one.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        for number in range(num_ranks):
+            variables = _environment(number, num_ranks, store.getsockname()[1])
+            fds: tuple[int, ...] = ()
+            if number == 0:
+                fds = (store.fileno(),)
+                variables[STORE_FD] = str(store.fileno())
+            with run_dir.log(number).open("ab") as log:
+                process = subprocess.Popen(
+                    [*worker, str(run_dir.path)],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=fds,
+                )
+            yield Rank(number, process, seen_alive=time.time())
+
+
+def _environment(number: int, num_ranks: int, port: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if devices.visible_gpus() == 0:
+        defaults["DS_ACCELERATOR"] = "cpu"
+    return {
+        **defaults,
+        **os.environ,
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals]) -> list[Rank]:
+    """Wait until every rank is done, or one has failed, or a signal came; returns the ranks that failed."""
+    while not caught:
+        for rank in ranks:
+            if rank.code is None:
+                now = time.time()
+                rank.code = rank.process.poll()
+                if rank.code is None:
+                    rank.seen_alive = now
+        failed = [rank for rank in ranks if rank.code not in (None, 0)]
+        if failed or all(rank.code == 0 for rank in ranks):
+            return failed
+        progress.update()
+        time.sleep(POLL_S)
+    return []
+
+
+def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> RequestError | RunError:
+    """The error that names the rank that failed first; the others lost their peer and failed of that.
+
+    A rank that raises notes when. One that a signal killed could not: it died after it was last seen alive.
+    """
+    noticed = time.time()
+    found: list[tuple[float, Rank, str, str]] = []
+    for rank in ranks:
+        note = _failure(run_dir.failure(rank.number))
+        if note is not None:
+            found.append((float(str(note["time"])), rank, str(note["kind"]), str(note["reason"])))
+        elif rank in failed:
+            assert rank.code is not None
+            when = rank.seen_alive if -rank.code in FIRST_CAUSES else noticed
+            found.append((when, rank, "failure", _end_of(rank.code, run_dir.log(rank.number))))
+    _, first, kind, reason = min(found, key=lambda entry: entry[0])
+    if kind == "request":
+        return RequestError(*reason.splitlines())
+    return RunError(f"rank {first.number} failed: {reason} (log: {run_dir.log(first.number)})")
+
+
+def _failure(path: Path) -> Mapping[str, object] | None:
+    if not path.exists():
+        return None
+    note: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return note
+
+
+def _end_of(code: int, log: Path) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"killed by {name}" + (", often a sign of too little memory" if name == "SIGKILL" else "")
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return f"exit code {code}: {last}"
+
+
+class _Guard:
+    """The process that ends the ranks if this one is gone before it could."""
+
+    def __enter__(self) -> "_Guard":
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(BrokenPipeError):
+            self._process.communicate()
+
+    def began(self, group: int) -> None:
+        self._tell(f"+{group}")
+
+    def ended(self, group: int) -> None:
+        self._tell(f"-{group}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # Without the guard a run goes on: it is needed only if this process is killed too.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n")
+
+
+@contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+    """The signals to stop that came while inside, in order; one that was ignored before stays ignored."""
+    caught: list[signal.Signals] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in stops if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,173 @@
+"""What the launcher shows of a run while its ranks work: read from the files that rank 0 writes."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.rundir import RunDir
+from launcher.schema import Config
+
+if TYPE_CHECKING:
+    pass
+
+INTERVAL_S = 0.2
+
+Record = Mapping[str, Any]
+"""One line of metrics.jsonl."""
+
+
+class Progress:
+    """Follows ``metrics.jsonl`` and ``status.json``: a bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, run_dir: RunDir, config: Config, num_steps: int | None) -> None:
+        self._run_dir = run_dir
+        self._num_steps = num_steps
+        with_bar = config.logging.progress_bar and sys.stdout.isatty()
+        self._display: Bar | Lines = Bar(num_steps) if with_bar else Lines(config.train.log_every)
+        self._offset = 0
+        self._activity: str | None = None
+        self._next = 0.0
+        self._pace = Pace()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._show()
+        self._display.close()
+
+    def update(self) -> None:
+        """Show what is new; cheap, and so for every turn of a waiting loop."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + INTERVAL_S
+            self._show()
+
+    def _show(self) -> None:
+        status = self._run_dir.read_status()
+        self._num_steps = status.get("num_steps") or self._num_steps
+        activity = status.get("activity")
+        if activity != self._activity:
+            self._activity = activity
+            self._display.activity(activity)
+        for record in self._new_records():
+            if record["kind"] == "eval":
+                self._display.evaluation(record)
+            else:
+                self._display.step(record, self._num_steps, self._pace.left(record, self._num_steps))
+
+    def _new_records(self) -> Iterator[Record]:
+        """The whole lines that were appended since the last call."""
+        if not self._run_dir.metrics.exists():
+            return
+        with self._run_dir.metrics.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield json.loads(line)
+
+
+class Pace:
+    """How long a run still takes, at the mean pace of the steps seen so far."""
+
+    def __init__(self) -> None:
+        self._first: Record | None = None
+
+    def left(self, record: Record, num_steps: int | None) -> timedelta | None:
+        """Time left after the step of ``record``; None while it cannot be known."""
+        if self._first is None:
+            self._first = record
+        steps = record["step"] - self._first["step"]
+        if num_steps is None or steps < 1:
+            return None
+        pace_s = (record["time"] - self._first["time"]) / steps
+        return timedelta(seconds=round(pace_s * (num_steps - record["step"])))
+
+
+class Lines:
+    """Plain lines, for logs and pipes: every ``log_every`` steps, and the last."""
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+
+    def activity(self, text: str | None) -> None:
+        if text is not None:
+            print(text, flush=True)
+
+    def step(self, record: Record, num_steps: int | None, left: timedelta | None) -> None:
+        if record["step"] % self._log_every == 0 or record["step"] == num_steps:
+            of = f"/{num_steps}" if num_steps is not None else ""
+            eta = f"  ETA {left}" if left is not None else ""
+            print(f"step {record['step']}{of}  {describe(record)}{eta}", flush=True)
+
+    def evaluation(self, record: Record) -> None:
+        print(describe_evaluation(record), flush=True)
+
+    def close(self) -> None:
+        """Nothing to put away."""
+
+
+class Bar:
+    """A live bar on a terminal, with evaluations as lines above it."""
+
+    def __init__(self, num_steps: int | None) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar: RichProgress = RichProgress(
+            TextColumn("{task.fields[activity]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TextColumn("{task.fields[eta]}"),
+        )
+        self._task = self._bar.add_task("", total=num_steps, activity="", eta="")
+        self._bar.start()
+
+    def activity(self, text: str | None) -> None:
+        self._bar.update(self._task, activity=text or "training")
+
+    def step(self, record: Record, num_steps: int | None, left: timedelta | None) -> None:
+        eta = f"ETA {left}" if left is not None else ""
+        self._bar.update(self._task, completed=record["step"], total=num_steps, description=describe(record), eta=eta)
+
+    def evaluation(self, record: Record) -> None:
+        self._bar.console.print(describe_evaluation(record), highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def describe(record: Record) -> str:
+    """One optimizer step in a line's length."""
+    parts = [
+        f"loss {_number(record['loss'], '.4f')}",
+        f"{_number(record['bits_per_base'], '.4f')} bits/base",
+        f"lr {_number(record['lr'], '.2e')}",
+        f"grad norm {_number(record['grad_norm'], '.3g')}",
+        f"{_number(record['tokens_per_s'], ',.0f')} tokens/s",
+    ]
+    return "  ".join(parts + ["no update"] * bool(record["skipped"]))
+
+
+def describe_evaluation(record: Record) -> str:
+    return (
+        f"evaluation after step {record['step']}: loss {_number(record['eval_loss'], '.4f')}, "
+        f"{_number(record['eval_bits_per_base'], '.4f')} bits/base"
+    )
+
+
+def print_summary(run_dir: RunDir) -> None:
+    """The figures that rank 0 left at the end of a run, and where everything lies."""
+    summary: Mapping[str, Any] = run_dir.read_status().get("summary") or {}
+    for name, value in summary.items():
+        print(f"{name:<28} {value:.4f}" if isinstance(value, float) else f"{name:<28} {value}")
+    print(f"{'run directory':<28} {run_dir.path}", flush=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

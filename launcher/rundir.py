@@ -1,0 +1,173 @@
+"""The run directory: every path in it, its lock, and how its files are written."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RequestError
+
+KEY = "hydra.run.dir"
+
+
+class RunDir:
+    """One run on disk.
+
+        config.yaml       the frozen configuration: what every rank reads
+        plan.json         batch cut, optimizer steps, memory
+        deepspeed.json    what is given to deepspeed.initialize
+        metrics.jsonl     one line an optimizer step, one an evaluation
+        status.json       running, completed or failed; the step reached; the reason
+        checkpoints/
+        logs/             one file a rank; what a failing rank left
+        tracker/          Weights & Biases, TensorBoard
+        lock              held by the launcher while it lives
+
+    Ranks and readers make one of an existing path; a launcher gets its own, locked, from ``create``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.plan = path / "plan.json"
+        self.deepspeed = path / "deepspeed.json"
+        self.metrics = path / "metrics.jsonl"
+        self.status = path / "status.json"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.tracker = path / "tracker"
+        self.lock = path / "lock"
+        self._lock_fd: int | None = None
+
+    def log(self, rank: int) -> Path:
+        """What a rank prints."""
+        return self.logs / f"rank_{rank:05d}.log"
+
+    def failure(self, rank: int) -> Path:
+        """What a rank that fails writes before it ends: {rank, time, reason, kind: "request" or "failure"}."""
+        return self.logs / f"rank_{rank:05d}.failure.json"
+
+    @classmethod
+    def create(cls, path: Path) -> "RunDir":
+        """Make the directory of a new run and hold its lock until ``release`` or the end of this process.
+
+        Raises RequestError if it cannot be made, holds a run already, or belongs to a launcher that lives.
+        """
+        directory = cls(path)
+        made = _make(path)
+        try:
+            directory._lock_fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            _unmake(made)
+            raise _cannot_write(path, error) from error
+        try:
+            fcntl.flock(directory._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(directory._lock_fd, 1000).decode(errors="replace").strip()
+            directory.release()
+            raise RequestError(f"{KEY}={path}: a live launcher holds it ({holder}); give another directory") from None
+        if directory.holds_a_run():
+            directory.release()
+            raise RequestError(_holds_a_run(path))
+        os.ftruncate(directory._lock_fd, 0)
+        os.write(directory._lock_fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        directory.logs.mkdir(exist_ok=True)
+        return directory
+
+    def release(self) -> None:
+        """Let go of the lock."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def holds_a_run(self) -> bool:
+        return self.config.exists() or self.metrics.exists()
+
+    def write_files(self, files: Mapping[str, str]) -> None:
+        """Write whole files by name, each atomically and to disk."""
+        for name, text in files.items():
+            write_text(self.path / name, text)
+
+    def write_status(self, **changes: Any) -> None:
+        """Change fields of ``status.json``; its heartbeat is now.
+
+        Readers always see a whole file. The launcher writes before and after the ranks run, rank 0 in between, so
+        that there is one writer at a time.
+        """
+        status = self.read_status() | changes | {"heartbeat": time.time()}
+        write_text(self.status, json.dumps(status, indent=2) + "\n", sync=False)
+
+    def read_status(self) -> dict[str, Any]:
+        """The fields of ``status.json``; none before the first was written."""
+        if not self.status.exists():
+            return {}
+        status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
+        return status
+
+    def last_eval_loss(self) -> float | None:
+        """The ``eval_loss`` (nats a valid token) of the last evaluation; None if there was none."""
+        if not self.metrics.exists():
+            return None
+        lines = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+        losses: list[float] = [line["eval_loss"] for line in lines if line["kind"] == "eval"]
+        return losses[-1] if losses else None
+
+
+def check(path: Path) -> list[str]:
+    """Fault lines for a directory in which no new run can be made; looks only, writes nothing."""
+    if RunDir(path).holds_a_run():
+        return [_holds_a_run(path)]
+    existing = path
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"{KEY}={path}: {existing} is not a directory; give another one"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{KEY}={path}: {existing} cannot be written; give another directory"]
+    return []
+
+
+def write_text(path: Path, text: str, sync: bool = True) -> None:
+    """Replace a file as a whole: a reader, or a reboot if ``sync``, finds the old text or the new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _make(path: Path) -> list[Path]:
+    """Make a directory and its parents; all of them or none. Returns those that were not there, outermost first."""
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)][::-1]
+    made: list[Path] = []
+    try:
+        for folder in missing:
+            folder.mkdir(exist_ok=True)
+            made.append(folder)
+        if not path.is_dir():
+            raise NotADirectoryError(20, "Not a directory")
+    except OSError as error:
+        _unmake(made)
+        raise _cannot_write(path, error) from error
+    return made
+
+
+def _unmake(made: list[Path]) -> None:
+    for folder in reversed(made):
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
+
+
+def _cannot_write(path: Path, error: OSError) -> RequestError:
+    return RequestError(f"{KEY}={path}: it cannot be written ({error.strerror}); give another directory")
+
+
+def _holds_a_run(path: Path) -> str:
+    return f"{KEY}={path}: it holds a run already, and continuing one is not there yet; give another {KEY}"

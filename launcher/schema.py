@@ -1,0 +1,312 @@
+"""Every configuration key of this program, its type and its one default.
+
+The dataclasses are values: what ``launcher.decode`` makes of a composed configuration. Hydra itself sees the same
+defaults as plain nodes (``launcher.compose``), so that a wrong value is reported by this program, together with all
+other faults, and not by the first node that refuses it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Mode(str, Enum):
+    TRAIN = "train"
+    PLAN = "plan"
+
+
+class SoftMask(str, Enum):
+    UPPER = "upper"
+    """Lower case is read as upper case."""
+    WEIGHT = "weight"
+    """A lower-case target counts ``soft_mask_weight`` in the loss."""
+    IGNORE = "ignore"
+    """A lower-case base is read, but is no target."""
+
+
+class Objective(str, Enum):
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+class Device(str, Enum):
+    NONE = "none"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class Dtype(str, Enum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Tail(str, Enum):
+    CARRY = "carry"
+    """Batches run on over the end of an epoch: floor(E*N/B) steps."""
+    DROP = "drop"
+    """What does not fill a batch at the end of an epoch is left out: E*floor(N/B) steps."""
+    FLUSH = "flush"
+    """The last batch of an epoch is smaller: E*ceil(N/B) steps."""
+
+
+class OptimizerType(str, Enum):
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+class LrScheduleType(str, Enum):
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    WSD = "wsd"
+
+
+class BatchScheduleType(str, Enum):
+    CONSTANT = "constant"
+
+
+class Checkpointing(str, Enum):
+    NONE = "none"
+    FULL = "full"
+
+
+class ClusterType(str, Enum):
+    LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch and how it is cut: train_batch_size = micro x accumulation x data-parallel size, exactly."""
+
+    train_batch_size: int | None = None
+    """Sequences in one optimizer step, over all ranks."""
+    train_batch_tokens: int | None = None
+    """The same in bases (sequences x data.sequence_length); takes the place of train_batch_size=null."""
+    train_micro_batch_size_per_gpu: int | None = None
+    gradient_accumulation_steps: int | None = None
+    max_micro_batch_size_per_gpu: int = 1
+    """Where the micro-batch is left to the program, it is at most this."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Genomes read as windows of single nucleotides. A ``_target_`` puts any torch dataset in its place."""
+
+    fasta: str | list[str] = "???"
+    """A path, a list or a glob; plain, gzip or bgzip."""
+    regions: str | None = None
+    """BED file: only windows inside these regions are read."""
+    validation: float | str | list[str] | None = None
+    """A fraction of the bases of each contig (its end), a BED file, or names of contigs; null: no validation."""
+    sequence_length: int = 1024
+    """Bases in a window; it gives sequence_length - 1 causal targets."""
+    stride: int | None = None
+    """Bases from one window to the next; null: sequence_length."""
+    reverse_complement: bool = False
+    """Read each training window from a strand drawn by (seed, step, sequence)."""
+    soft_mask: SoftMask = SoftMask.UPPER
+    soft_mask_weight: float = 0.1
+    max_n_fraction: float = 0.5
+    """Windows with a larger part of bases other than A, C, G, T are left out."""
+    objective: Objective = Objective.CAUSAL
+    mask_fraction: float = 0.15
+    """Part of the valid bases that are targets of the masked objective."""
+    cache_dir: str | None = None
+    """Where the tokens are cached; null: beside the genome, or under the user's cache folder if that is read-only."""
+    num_workers: int = 0
+    """Processes of a rank that read ahead; 0 reads in the rank itself."""
+
+
+@dataclass(frozen=True)
+class CustomData:
+    """Any torch dataset: ``data._target_`` and its arguments."""
+
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    validation: "CustomData | None" = None
+    num_workers: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """An importable callable by its dotted name, with its keyword arguments (models, losses)."""
+
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """ZeRO; every key is DeepSpeed's own, under its own name."""
+
+    stage: int = 1
+    allgather_partitions: bool = True
+    allgather_bucket_size: int = 500_000_000
+    overlap_comm: bool = False
+    reduce_scatter: bool = True
+    reduce_bucket_size: int = 500_000_000
+    contiguous_gradients: bool = True
+    round_robin_gradients: bool = False
+    sub_group_size: int = 1_000_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+
+
+@dataclass(frozen=True)
+class Offload:
+    optimizer: Device = Device.NONE
+    parameters: Device = Device.NONE
+    """At ZeRO stage 3 only."""
+    nvme_path: str | None = None
+    """Absolute folder on a local disk of every node."""
+    pin_memory: bool = False
+    buffer_count: int = 5
+    """NVMe buffers of parameters in host memory."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    dtype: Dtype = Dtype.FP32
+    grad_accum_dtype: Dtype = Dtype.FP32
+    """What micro-batch gradients are summed in."""
+    communication_data_type: Dtype | None = None
+    """What gradients are reduced in; null: as DeepSpeed derives it from dtype."""
+    loss_scale: float = 0.0
+    """fp16; 0: dynamic."""
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: int = 1
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    tail: Tail = Tail.CARRY
+    """What becomes of the sequences that do not fill a global batch at the end of an epoch."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    type: OptimizerType = OptimizerType.ADAMW
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    """Not applied to norms, biases and embeddings."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """SGD."""
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """Counted in optimizer steps; the horizon is the number of optimizer steps of the run."""
+
+    type: LrScheduleType = LrScheduleType.COSINE
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    """Final learning rate over the peak."""
+    decay_fraction: float = 0.2
+    """wsd: the part of the run in which the learning rate falls."""
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    type: BatchScheduleType = BatchScheduleType.CONSTANT
+
+
+@dataclass(frozen=True)
+class Activation:
+    checkpointing: Checkpointing = Checkpointing.NONE
+
+
+@dataclass(frozen=True)
+class Parallel:
+    sequence: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class Train:
+    """All limits that are set apply; the earliest ends the run and fixes the learning-rate horizon."""
+
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    """Bases: sequences x data.sequence_length; never exceeded."""
+    epochs: int | None = None
+    gradient_clipping: float | None = 1.0
+    """Norm of the accumulated gradient of the global batch; null: off."""
+    eval_every: int | None = None
+    """Optimizer steps; null: at the end only."""
+    eval_batches: int | None = None
+    """Global batches of the validation split; null: all of it."""
+    log_every: int = 1
+    """Optimizer steps between two lines on a terminal that cannot show a bar."""
+    max_consecutive_skips: int = 10
+    """The run fails after so many steps in a row without an update."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int | None = None
+    """Optimizer steps; null: at the end only."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    type: ClusterType = ClusterType.LOCAL
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    """null: one for each visible GPU, or one on a machine without."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    skip_invalid: bool = False
+    """Leave out the points that cannot be run, instead of refusing the sweep."""
+
+
+@dataclass(frozen=True)
+class Logging:
+    wandb: bool = False
+    project: str = "okazaki"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+    tensorboard: bool = False
+    progress_bar: bool = True
+    """On a terminal; plain lines elsewhere."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, whole. What a rank reads from ``config.yaml``."""
+
+    mode: Mode = Mode.TRAIN
+    name: str = "okazaki"
+    seed: int = 0
+    model: Call = field(default_factory=lambda: Call("???"))
+    loss: Call | None = None
+    """Returns (sum, weight) for models that are not language models; null: cross-entropy over bases."""
+    data: Data | CustomData = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    zero: Zero = field(default_factory=Zero)
+    offload: Offload = field(default_factory=Offload)
+    precision: Precision = field(default_factory=Precision)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_schedule: LrSchedule = field(default_factory=LrSchedule)
+    batch_schedule: BatchSchedule = field(default_factory=BatchSchedule)
+    activation: Activation = field(default_factory=Activation)
+    parallel: Parallel = field(default_factory=Parallel)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    cluster: Cluster = field(default_factory=Cluster)
+    sweep: Sweep = field(default_factory=Sweep)
+    logging: Logging = field(default_factory=Logging)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """Raw DeepSpeed keys, merged last."""

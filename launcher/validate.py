@@ -1,0 +1,91 @@
+"""What can be wrong with one configuration by itself, without reading data or solving anything."""
+
+import math
+import re
+from dataclasses import fields
+from typing import Any
+
+from launcher import targets
+from launcher.schema import Config, CustomData, Data, Objective
+
+MAX_SEED = 2**63 - 1
+
+
+def check(config: Config) -> list[str]:
+    """All fault lines: the key, the value, the rule, the remedy."""
+    faults = []
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", config.name):
+        faults.append(
+            f"name={config.name}: it names a folder; use at most 64 letters, digits, '.', '_' and '-', "
+            "a letter or digit first"
+        )
+    if not 0 <= config.seed <= MAX_SEED:
+        faults.append(f"seed={config.seed}: it must lie in [0, {MAX_SEED}]")
+    faults += targets.check("model._target_", config.model.target)
+    if config.loss is not None:
+        faults += targets.check("loss._target_", config.loss.target)
+    if isinstance(config.data, CustomData):
+        faults += _check_custom_data(config)
+    elif config.loss is not None:
+        faults.append(
+            f"loss._target_={config.loss.target}: windows of a genome have their own loss (data.objective); "
+            "set loss=null, or put your own dataset in place with data._target_"
+        )
+    else:
+        faults += _check_task(config.data, config)
+    faults += _check_train(config)
+    for name in (field.name for field in fields(config.parallel)):
+        if (degree := getattr(config.parallel, name)) != 1:
+            faults.append(f"parallel.{name}={degree}: only data parallelism is available; set it to 1")
+    if config.cluster.nodes != 1:
+        faults.append(f"cluster.nodes={config.cluster.nodes}: cluster=local runs on this machine; set it to 1")
+    return faults
+
+
+def _check_custom_data(config: Config) -> list[str]:
+    assert isinstance(config.data, CustomData)
+    faults = targets.check("data._target_", config.data.target)
+    if config.data.validation is not None:
+        faults += targets.check("data.validation._target_", config.data.validation.target)
+    if config.loss is None:
+        faults.append(
+            "loss=null: your own dataset needs a loss; set loss._target_ to a callable that makes one, whose result "
+            "called with (logits, batch) returns (sum, weight)"
+        )
+    if config.data.num_workers < 0:
+        faults.append(f"data.num_workers={config.data.num_workers}: it must be at least 0")
+    return faults
+
+
+def _check_task(data: Data, config: Config) -> list[str]:
+    """A Hugging Face model has to predict what the objective asks for."""
+    if config.model.target != "launcher.worker.models.hugging_face":
+        return []
+    task = config.model.arguments.get("task", "causal_lm")
+    wanted = "masked_lm" if data.objective is Objective.MASKED else "causal_lm"
+    if task == wanted:
+        return []
+    return [f"data.objective={data.objective.value}: the model's task is {task}; set model.task={wanted}"]
+
+
+def _check_train(config: Config) -> list[str]:
+    train = config.train
+    faults = []
+    at_least_one: dict[str, Any] = {
+        "train.eval_every": train.eval_every,
+        "train.eval_batches": train.eval_batches,
+        "train.log_every": train.log_every,
+        "train.max_consecutive_skips": train.max_consecutive_skips,
+        "checkpoint.every": config.checkpoint.every,
+        "cluster.nodes": config.cluster.nodes,
+        "cluster.ranks_per_node": config.cluster.ranks_per_node,
+    }
+    faults += [
+        f"{key}={value}: it must be at least 1"
+        for key, value in at_least_one.items()
+        if value is not None and value < 1
+    ]
+    clipping = train.gradient_clipping
+    if clipping is not None and not (math.isfinite(clipping) and clipping > 0):
+        faults.append(f"train.gradient_clipping={clipping}: it must be above 0; null turns clipping off")
+    return faults

@@ -1,0 +1,1 @@
+"""What a rank runs: the only part of this program that imports torch and deepspeed."""

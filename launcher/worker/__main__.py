@@ -1,0 +1,82 @@
+"""What a rank runs: ``python -m launcher.worker RUN_DIR``, with its rank in the environment."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from dataclasses import fields
+from pathlib import Path
+
+from launcher import decode, ranks, rundir
+from launcher.batch import Cut
+from launcher.errors import EXIT_FAILED, EXIT_REFUSED, RequestError
+from launcher.rundir import RunDir
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run_dir, rank = RunDir(Path(sys.argv[1])), ranks.from_environment()
+    try:
+        run(run_dir, rank)
+    except RequestError as error:
+        _report(run_dir, rank, "request", str(error))
+        return _leave(EXIT_REFUSED)
+    except BaseException as error:  # whatever it is, the launcher must learn which rank failed first, and why
+        traceback.print_exc()
+        lines = str(error).strip().splitlines()
+        _report(run_dir, rank, "failure", f"{type(error).__name__}: {lines[0] if lines else ''}")
+        return _leave(EXIT_FAILED)
+    return 0
+
+
+def run(run_dir: RunDir, rank: ranks.Rank) -> None:
+    """Train the run that ``run_dir`` has frozen."""
+    config = decode.load(run_dir.config)
+    values = json.loads(run_dir.deepspeed.read_text())
+    planned = json.loads(run_dir.plan.read_text())["batch"]
+    cut = Cut(**{field.name: planned[field.name] for field in fields(Cut)})
+    if rank.world_size != cut.data_parallel_size:
+        raise RequestError(
+            f"the run was planned for {cut.data_parallel_size} ranks, but {rank.world_size} were started"
+        )
+
+    def tell(activity: str | None) -> None:
+        if rank.is_first:
+            run_dir.write_status(activity=activity)
+
+    tell("loading torch and DeepSpeed")
+    import torch.distributed as dist
+
+    from launcher.worker import build, data, distributed
+    from launcher.worker.train import Trainer
+
+    build.build(build.needed(values), tell)
+    task = data.open_task(config)
+    distributed.start(rank)
+    tell("building the model")
+    summary = Trainer(config, cut, values, rank, run_dir, task).train()
+    if rank.is_first:
+        run_dir.write_status(summary=summary)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report(run_dir: RunDir, rank: ranks.Rank, kind: str, reason: str) -> None:
+    """Leave word of a failure for the launcher, which tells the first of them."""
+    failure = {"rank": rank.rank, "time": time.time(), "kind": kind, "reason": reason}
+    rundir.write_text(run_dir.failure(rank.rank), json.dumps(failure))
+
+
+def _leave(code: int) -> int:
+    """At once: the threads of a process group whose peers wait for this rank would keep the interpreter alive."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

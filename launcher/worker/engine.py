@@ -1,0 +1,122 @@
+"""The DeepSpeed engine of a run, and the places where DeepSpeed has to be helped to be exact.
+
+What was measured about each (DeepSpeed 0.19.8) is in docs/exactness.md.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import nn
+
+from launcher.worker import models
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: the norm of the accumulated gradient before and after clipping, and whether it was applied."""
+
+    grad_norm: float | None
+    grad_norm_clipped: float | None
+    applied: bool
+
+
+class Engine:
+    """A DeepSpeed engine whose window ends after ``gradient_accumulation_steps`` backward passes."""
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Any], weight_decay: float) -> None:
+        constants = {name: buffer.clone() for name, buffer in _derived_buffers(model).items()}
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=models.parameter_groups(model, weight_decay),
+            config=dict(values),
+        )
+        _restore(self.deepspeed.module, constants)
+        _forget_initialisation_step(self.deepspeed.optimizer)
+        self._clipping = float(values["gradient_clipping"])
+        self._data_parallel_size = self.deepspeed.dp_world_size
+        # Only plain torch training in fp32 leaves the gradients on the parameters, where DeepSpeed looks at neither
+        # their norm nor whether they are finite.
+        self._plain = not (
+            self.deepspeed.zero_optimization() or self.deepspeed.bfloat16_enabled() or self.deepspeed.fp16_enabled()
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        return self.deepspeed
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.deepspeed.device)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def backward(self, loss_sum: torch.Tensor, weight: float) -> None:
+        """Accumulate the gradient of ``loss_sum / weight``, where ``weight`` is that of the whole global batch.
+
+        DeepSpeed averages gradients over the data-parallel ranks, so the sum over them is restored here; it is told
+        not to divide by the accumulation steps.
+        """
+        self.deepspeed.backward(loss_sum * (self._data_parallel_size / weight), scale_wrt_gas=False)
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch that does not end the window."""
+        self.deepspeed.step()
+
+    def end_window(self) -> Update:
+        """Clip the accumulated gradient once, apply and clear it; on all ranks, or on none if it is not finite."""
+        norm = None
+        if self._plain:
+            gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if not math.isfinite(norm):
+                # The gradients are the same on all ranks by now; without them the optimizer leaves everything as it is.
+                for parameter in self.deepspeed.module.parameters():
+                    parameter.grad = None
+        self.deepspeed.step()
+        if not self._plain:
+            reported = self.deepspeed.get_global_grad_norm()
+            norm = None if reported is None else float(reported)
+        applied = bool(self.deepspeed.was_step_applied()) and (norm is None or math.isfinite(norm))
+        if norm is None or not math.isfinite(norm):
+            return Update(None, None, applied)
+        clipped = norm * min(1.0, self._clipping / (norm + 1e-6)) if self._clipping > 0 else norm
+        return Update(norm, clipped, applied)
+
+
+def _derived_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Floating-point buffers that are no part of the state, such as the frequencies of rotary embeddings."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set and buffer.is_floating_point()
+    }
+
+
+def _restore(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
+    """DeepSpeed casts buffers with the weights; in bf16 rotary positions beyond a few hundred would fall together."""
+    for name, value in constants.items():
+        prefix, _, own_name = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        setattr(module, own_name, value.to(getattr(module, own_name).device))
+
+
+@torch.no_grad()
+def _forget_initialisation_step(optimizer: Any) -> None:
+    """Undo the step with zero gradients by which DeepSpeed allocates the state in bf16 and fp16 at stage 0.
+
+    That step decays the weights and counts as AdamW's first, which changes every later bias correction.
+    """
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.copy_(weight)

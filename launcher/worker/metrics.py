@@ -1,0 +1,116 @@
+"""The metrics of a run: one line of JSON an optimizer step, and the trackers that are told the same."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.rundir import RunDir
+from launcher.schema import Config
+
+log = logging.getLogger(__name__)
+
+Values = Mapping[str, Any]
+
+
+class MetricsFile:
+    """``metrics.jsonl``: appended and flushed a line at a time, never truncated."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, values: Values) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def finish(self, summary: Values) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, values: Values) -> None:
+        for name, value in _numbers(values).items():
+            self._writer.add_scalar(f"{values['kind']}/{name}", value, values["step"])
+
+    def finish(self, summary: Values) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """One Weights & Biases run. Offline unless a key is there; decided here, on the node.
+
+    ``WANDB_MODE`` from the environment is respected.
+    """
+
+    TIMEOUT_S = 30
+
+    def __init__(self, config: Config, run_dir: RunDir, attachments: Mapping[str, Values]) -> None:
+        import wandb
+
+        run_dir.tracker.mkdir(exist_ok=True)
+        has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+        self._run = wandb.init(
+            project=config.logging.project,
+            entity=config.logging.entity,
+            name=run_dir.path.name,
+            tags=list(config.logging.tags),
+            dir=str(run_dir.tracker),
+            mode=None if os.environ.get("WANDB_MODE") else "online" if has_key else "offline",
+            config={name: dict(values) for name, values in attachments.items()},
+            settings=wandb.Settings(init_timeout=self.TIMEOUT_S, console="off", silent=True),
+        )
+        for file in (run_dir.config, run_dir.deepspeed, run_dir.plan):
+            self._run.save(str(file), base_path=str(run_dir.path), policy="now")
+
+    def log(self, values: Values) -> None:
+        prefix = "" if values["kind"] == "train" else "eval/"
+        self._run.log({f"{prefix}{name}": value for name, value in _numbers(values).items()}, step=values["step"])
+
+    def finish(self, summary: Values) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+class Guarded:
+    """A tracker that may fail without the run: its first error is logged, and it is not asked again."""
+
+    def __init__(self, name: str, make: Any) -> None:
+        self._name, self._tracker = name, None
+        self._tracker = self._try("start", make)
+
+    def log(self, values: Values) -> None:
+        if self._tracker is not None:
+            self._try("log", self._tracker.log, values)
+
+    def finish(self, summary: Values) -> None:
+        if self._tracker is not None:
+            self._try("finish", self._tracker.finish, summary)
+
+    def _try(self, what: str, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception:  # whatever a tracker's library raises, training goes on
+            log.warning("%s could not %s; the run goes on without it", self._name, what, exc_info=True)
+            self._tracker = None
+            return None
+
+
+def now() -> float:
+    """Seconds since the epoch, as in the field ``time``."""
+    return round(time.time(), 3)
+
+
+def _numbers(values: Values) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and name not in ("step", "time", "attempt")
+    }

@@ -1,0 +1,132 @@
+"""Building the model: Hugging Face architectures from their configuration, or any ``torch.nn.Module``.
+
+Whatever the ZeRO stage, the weights that a seed gives are the same.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from torch import nn
+
+from launcher.errors import RequestError
+from launcher.schema import Call
+from launcher.steps import mix
+
+
+def hugging_face(model_type: str, task: str = "causal_lm", **config: Any) -> nn.Module:
+    """A Hugging Face architecture with random weights.
+
+    ``model_type`` is the library's own name (``llama``, ``modernbert``, ...); ``task`` is ``causal_lm`` or
+    ``masked_lm``; ``config`` holds arguments of the architecture's configuration class. Attention is torch's
+    scaled-dot-product attention, unless ``attn_implementation`` says otherwise.
+
+    Raises RequestError for a type, task or argument that the library does not know.
+    """
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    mappings = {
+        "causal_lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "masked_lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+    }
+    if task not in mappings:
+        raise RequestError(f"model.task={task}: it must be one of {', '.join(mappings)}")
+    if model_type not in configuration_auto.CONFIG_MAPPING:
+        raise RequestError(f"model.model_type={model_type}: the installed transformers has no such architecture")
+    attention = config.pop("attn_implementation", "sdpa")
+    config_class = configuration_auto.CONFIG_MAPPING[model_type]
+    unknown = sorted(set(config) - set(config_class().to_dict()))
+    if unknown:
+        raise RequestError(
+            *(f"model.{key}={config[key]}: {config_class.__name__} has no such argument" for key in unknown)
+        )
+    model_config = config_class(**config)
+    if type(model_config) not in mappings[task]:
+        raise RequestError(f"model.model_type={model_type}: transformers has no {task} model of it")
+    model_class = mappings[task][type(model_config)]
+    model: nn.Module = model_class._from_config(model_config, attn_implementation=attention)
+    return model
+
+
+def locate(key: str, target: str) -> Any:
+    """The object with a dotted name; RequestError naming ``key`` where it cannot be imported."""
+    module_name, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(f"{key}={target}: it cannot be imported: {error}") from error
+
+
+def call(key: str, request: Call, **extra: Any) -> Any:
+    """What ``request`` makes; a wrong argument is a RequestError naming ``key``."""
+    made_by = locate(f"{key}._target_", request.target)
+    try:
+        return made_by(**request.arguments, **extra)
+    except TypeError as error:
+        raise RequestError(f"{key}._target_={request.target}: {error}") from error
+
+
+def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.Module:
+    """The model of a run, its weights drawn from ``seed``; at ZeRO stage 3 partitioned over the ranks.
+
+    A model with the Hugging Face method ``_init_weights(module)`` is built partitioned, a module at a time, so that
+    it never lies whole on one rank; each module is then initialised from (seed, its name) while it is gathered. Any
+    other module initialises itself as it is built, which cannot be repeated on slices: it is built whole, and
+    DeepSpeed partitions it afterwards.
+    """
+    stage_3 = deepspeed_values["zero_optimization"]["stage"] == 3
+    made_by = locate("model._target_", request.target)
+    partitioned = stage_3 and (made_by is hugging_face or hasattr(made_by, "_init_weights"))
+    context = (
+        deepspeed.zero.Init(config_dict_or_path=dict(deepspeed_values)) if partitioned else contextlib.nullcontext()
+    )
+    torch.manual_seed(seed)
+    with context:
+        model = call("model", request)
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"model._target_={request.target}: it makes a {type(model).__name__}, not a torch.nn.Module")
+    if hasattr(model, "_init_weights"):
+        _initialise(model, model, "", seed)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RequestError(f"model._target_={request.target}: it has no parameter to train")
+    return model
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, owner: nn.Module, name: str, seed: int) -> None:
+    """Children first, as Hugging Face does; ``owner`` is the innermost enclosing model with ``_init_weights``.
+
+    A module is gathered with its direct children, since some architectures scale a child's weight in its parent.
+    """
+    for child_name, child in model.named_children():
+        child_owner = child if hasattr(child, "_init_weights") else owner
+        _initialise(child, child_owner, f"{name}.{child_name}", seed)
+    near = [parameter for module in (model, *model.children()) for parameter in module.parameters(recurse=False)]
+    with deepspeed.zero.GatheredParameters(list(dict.fromkeys(near)), modifier_rank=0):
+        # The name and not the place of a module: the draw of one does not move those of the others.
+        torch.manual_seed(int(mix(*np.array([seed, *name.encode()], dtype=np.uint64))) >> 1)
+        owner._init_weights(model)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, which decay, and norms, biases and embeddings, which do not.
+
+    A tied weight counts as what it is first named as; parameters that do not require a gradient are in neither.
+    """
+    embeddings = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # At stage 3 a parameter is a flat slice; DeepSpeed keeps its shape.
+    decayed = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1 and p not in embeddings]
+    chosen = set(decayed)
+    rest = [parameter for parameter in trained if parameter not in chosen]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

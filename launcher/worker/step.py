@@ -1,0 +1,85 @@
+"""One optimizer step, and one evaluation: the arithmetic that makes a step its global batch."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from launcher.worker import distributed
+from launcher.worker.engine import Engine, Update
+from launcher.worker.objectives import Batch, Objective, Weight
+from launcher.worker.windows import MicroBatch, Share
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one optimizer step did, over all micro-batches and ranks. ``loss`` is nats a unit of weight."""
+
+    loss: float | None
+    weight: Weight
+    update: Update
+
+
+def train_step(engine: Engine, objective: Objective, share: Share, learning_rate: float) -> Outcome:
+    """Accumulate this rank's share of the global batch and apply one update.
+
+    The loss is the sum over the whole global batch divided by its weight, so that neither unequal micro-batches nor
+    unequal ranks can weigh a target more than another. A global batch without any target is left out on all ranks.
+    """
+    weight = _over_ranks(share.weight, engine.device)
+    if weight.weight == 0:
+        return Outcome(None, weight, Update(None, None, applied=False))
+    engine.set_learning_rate(learning_rate)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for number, micro_batch in enumerate(share.micro_batches, start=1):
+        loss = _loss(engine, objective, micro_batch)
+        total += loss.detach()
+        engine.backward(loss, weight.weight)
+        if number < len(share.micro_batches):
+            engine.end_micro_batch()
+    update = engine.end_window()
+    (loss_sum,) = distributed.sum_over_ranks([total.item()], engine.device)
+    mean = loss_sum / weight.weight
+    return Outcome(mean if math.isfinite(mean) else None, weight, update)
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, objective: Objective, shares: Iterable[Share]) -> tuple[float | None, Weight]:
+    """The loss over whole global batches of another split, weighted as in training, and what was counted."""
+    engine.module.eval()
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    weight = Weight()
+    for share in shares:
+        weight += share.weight
+        for micro_batch in share.micro_batches:
+            total += _loss(engine, objective, micro_batch)
+    engine.module.train()
+    weight = _over_ranks(weight, engine.device)
+    (loss_sum,) = distributed.sum_over_ranks([total.item()], engine.device)
+    mean = loss_sum / weight.weight if weight.weight else math.nan
+    return mean if math.isfinite(mean) else None, weight
+
+
+def _loss(engine: Engine, objective: Objective, micro_batch: MicroBatch) -> torch.Tensor:
+    """The sum of losses of one micro-batch, with the dropout masks that belong to it."""
+    torch.manual_seed(micro_batch.dropout_seed)
+    loss = objective.loss(engine.module, _to(engine.device, micro_batch.batch))
+    return loss * 0 if micro_batch.is_empty else loss
+
+
+def _over_ranks(weight: Weight, device: torch.device) -> Weight:
+    summed = distributed.sum_over_ranks([weight.weight, weight.tokens, weight.padded_tokens], device)
+    return Weight(summed[0], int(summed[1]), int(summed[2]))
+
+
+def _to(device: torch.device, batch: Batch) -> Batch:
+    if device.type == "cpu":
+        return batch
+    moved: Batch = {}
+    for name, value in batch.items():
+        if isinstance(value, dict):
+            moved[name] = _to(device, value)
+        else:
+            moved[name] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    return moved

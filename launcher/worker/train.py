@@ -1,0 +1,187 @@
+"""The training loop of one rank, and what it tells the world."""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from launcher import decode, lr, plan
+from launcher.batch import Cut
+from launcher.errors import RequestError, RunError
+from launcher.ranks import Rank
+from launcher.rundir import RunDir
+from launcher.schema import Config, Tail
+from launcher.steps import Steps
+from launcher.worker import checkpoint, distributed, models, step
+from launcher.worker.data import Task
+from launcher.worker.engine import Engine
+from launcher.worker.metrics import Guarded, MetricsFile, TensorBoard, WandB, now
+from launcher.worker.windows import Share, Shares, read_ahead
+
+HEARTBEAT_S = 1.0
+"""Least time between two writes of status.json while training goes on."""
+
+
+class Trainer:
+    """One rank of one run."""
+
+    def __init__(
+        self, config: Config, cut: Cut, values: dict[str, Any], rank: Rank, run_dir: RunDir, task: Task
+    ) -> None:
+        self.config, self.cut, self.rank, self.run_dir, self.task = config, cut, rank, run_dir, task
+        self.steps = plan.steps_of(config, cut, len(task.train))
+        if faults := lr.check(config.lr_schedule, self.steps.num_steps):
+            raise RequestError(*faults)
+        model = models.build(config.model, config.seed, values)
+        self.engine = Engine(model, values, config.optimizer.weight_decay)
+        self.shares = Shares(task.train, task.objective, self.steps, cut, rank.rank)
+        self.tokens_seen = 0
+        self.skips_in_a_row = 0
+        self.trackers = _start_trackers(config, values, run_dir) if rank.is_first else []
+        self.last_heartbeat = 0.0
+
+    def train(self) -> dict[str, Any]:
+        """All optimizer steps, the evaluations between and after them, and the checkpoints; returns the summary."""
+        train, last = self.config.train, self.steps.num_steps
+        evaluation: dict[str, Any] = {}
+        for number, share, data_time_s in self._timed_shares():
+            self._step(number, share, data_time_s)
+            done = number + 1
+            if self.task.validation and (done == last or _is_due(done, train.eval_every)):
+                evaluation = self._evaluate(done)
+            if done == last or _is_due(done, self.config.checkpoint.every):
+                self._save(done)
+            self._heartbeat(done)
+        summary = {"num_steps": last, **evaluation}
+        if self.rank.is_first:
+            summary |= self.task.baselines()
+        for tracker in self.trackers:
+            tracker.finish(summary)
+        return summary
+
+    def _timed_shares(self) -> Iterator[tuple[int, Share, float]]:
+        """This rank's share of every step, and the seconds that training waited for it."""
+        numbers = range(self.steps.num_steps)
+        shares = iter(read_ahead(self.shares, numbers, self.config.data.num_workers))
+        for number in numbers:
+            start = time.perf_counter()
+            share = next(shares)
+            yield number, share, time.perf_counter() - start
+
+    def _step(self, number: int, share: Share, data_time_s: float) -> None:
+        start = time.perf_counter()
+        learning_rate = self.config.optimizer.lr * lr.factor(self.config.lr_schedule, number, self.steps.num_steps)
+        outcome = step.train_step(self.engine, self.task.objective, share, learning_rate)
+        step_time_s = time.perf_counter() - start + data_time_s
+        (peak_memory,) = distributed.max_over_ranks([_peak_memory_bytes(self.engine.device)], self.engine.device)
+        self.tokens_seen += outcome.weight.tokens
+        self._log(
+            {
+                "kind": "train",
+                "attempt": 1,
+                "step": number + 1,
+                "loss": outcome.loss,
+                "bits_per_base": self._bits(outcome.loss),
+                "lr": learning_rate,
+                "grad_norm": outcome.update.grad_norm,
+                "grad_norm_clipped": outcome.update.grad_norm_clipped,
+                "tokens": outcome.weight.tokens,
+                "padded_tokens": outcome.weight.padded_tokens,
+                "tokens_seen": self.tokens_seen,
+                "sequences_seen": self.steps.sequences_before(number + 1),
+                "gradient_accumulation_steps": self.cut.gradient_accumulation_steps,
+                "train_batch_size": share.num_sequences,
+                "micro_batch_size": self.cut.micro_batch_size,
+                "tokens_per_s": outcome.weight.tokens / step_time_s,
+                "step_time_s": step_time_s,
+                "data_time_s": data_time_s,
+                "peak_memory_bytes": int(peak_memory),
+                "mfu": None,
+                "skipped": not outcome.update.applied,
+                "noise_scale": None,
+                "time": now(),
+            }
+        )
+        self.skips_in_a_row = 0 if outcome.update.applied else self.skips_in_a_row + 1
+        if self.skips_in_a_row >= self.config.train.max_consecutive_skips:
+            raise RunError(
+                f"step {number + 1} is the {self.skips_in_a_row}. in a row without an update "
+                f"(loss {outcome.loss}, gradient norm {outcome.update.grad_norm}; "
+                f"train.max_consecutive_skips={self.config.train.max_consecutive_skips})"
+            )
+
+    def _evaluate(self, done: int) -> dict[str, Any]:
+        assert self.task.validation is not None
+        start = time.perf_counter()
+        size, limit = len(self.task.validation), self.config.train.eval_batches
+        batches = -(-size // self.cut.train_batch_size)
+        batches = batches if limit is None else min(batches, limit)
+        steps = Steps(size, self.cut.train_batch_size, Tail.FLUSH, batches, self.config.seed)
+        shares = Shares(self.task.validation, self.task.objective, steps, self.cut, self.rank.rank)
+        loss, weight = step.evaluate(
+            self.engine, self.task.objective, read_ahead(shares, range(batches), self.config.data.num_workers)
+        )
+        values = {"eval_loss": loss, "eval_bits_per_base": self._bits(loss)}
+        self._log(
+            {
+                "kind": "eval",
+                "attempt": 1,
+                "step": done,
+                **values,
+                "tokens": weight.tokens,
+                "padded_tokens": weight.padded_tokens,
+                "step_time_s": time.perf_counter() - start,
+                "time": now(),
+            }
+        )
+        return values
+
+    def _save(self, done: int) -> None:
+        self._tell(f"saving step {done}")
+        state = {"step": done, "tokens_seen": self.tokens_seen, "sequences_seen": self.steps.sequences_before(done)}
+        checkpoint.save(self.engine, self.run_dir.checkpoints, done, state)
+        self._tell(None)
+
+    def _bits(self, loss: float | None) -> float | None:
+        return loss / math.log(2) if loss is not None and self.task.predicts_bases else None
+
+    def _log(self, values: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker.log(values)
+
+    def _tell(self, activity: str | None) -> None:
+        if self.rank.is_first:
+            self.run_dir.write_status(activity=activity)
+
+    def _heartbeat(self, done: int) -> None:
+        if self.rank.is_first and (
+            time.monotonic() - self.last_heartbeat > HEARTBEAT_S or done == self.steps.num_steps
+        ):
+            self.last_heartbeat = time.monotonic()
+            self.run_dir.write_status(step=done, num_steps=self.steps.num_steps, activity=None)
+
+
+def _start_trackers(config: Config, values: dict[str, Any], run_dir: RunDir) -> list[Any]:
+    """The metrics file first: what it cannot write ends the run; the others may fail without it."""
+    trackers: list[Any] = [MetricsFile(run_dir.metrics)]
+    if config.logging.tensorboard:
+        trackers.append(Guarded("TensorBoard", lambda: TensorBoard(run_dir.tracker / "tensorboard")))
+    if config.logging.wandb:
+        attached = {"config": decode.encode(config), "deepspeed": values, "plan": json.loads(run_dir.plan.read_text())}
+        trackers.append(Guarded("Weights & Biases", lambda: WandB(config, run_dir, attached)))
+    return trackers
+
+
+def _is_due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has held: of the accelerator, or resident on a CPU."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+    return torch.get_device_module(device).max_memory_allocated(device)
