@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from launcher import job, sweep
+from launcher import job
 from launcher.compose import Composer, is_sweep
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError, RunError
 from launcher.schema import Mode
@@ -33,6 +33,8 @@ def act(argv: Sequence[str]) -> None:
         return
     cfg = composer.compose()
     if is_sweep(cfg):
+        from launcher import sweep
+
         sweep.run(composer, cfg)
         return
     run = job.prepare(composer.single(cfg))

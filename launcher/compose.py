@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra.version
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -28,14 +29,15 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from launcher import __version__
 from launcher.decode import encode, keys, nearest_keys, show
-from launcher.errors import RequestError
-from launcher.explain import USER_ERRORS, explain
+from launcher.errors import RequestError, RunError
+from launcher.explain import explain
 from launcher.schema import Config, Data
 
 PACKAGE = Path(__file__).resolve().parent
@@ -94,9 +96,12 @@ class Composer:
                 if args.info:
                     hydra.show_info(args.info, self._name, self._overrides)
                     return
-                if args.package not in (None, "_global_") and OmegaConf.select(cfg, args.package) is None:
-                    known = keys(OmegaConf.to_container(cfg))
+                known = keys(OmegaConf.to_container(cfg))
+                if args.package not in (None, "_global_", *known):
                     raise RequestError(f"--package={args.package}: no such node{nearest_keys(args.package, known)}")
+                if args.package is not None and OmegaConf.select(cfg, args.package, default="") is None:
+                    print("null")
+                    return
                 hydra.show_cfg(self._name, self._overrides, args.cfg, args.package, args.resolve)
 
     def compose(self) -> DictConfig:
@@ -126,12 +131,16 @@ class Composer:
 
     def point(self, cfg: DictConfig, overrides: Sequence[str], index: int) -> Composed:
         """Point ``index`` of the sweep ``cfg``."""
-        with self._one_line():
-            return compose_point(self._loader, cfg, overrides, index)
+        return compose_point(self._loader, cfg, overrides, index)
 
-    def run_sweeper(self) -> None:
-        """Hand the command line to Hydra and the sweeper that it chooses; that calls the launcher plugin."""
-        self._hydra.multirun(self._name, lambda _: None, [*self._overrides, "hydra.mode=MULTIRUN"])
+    def run_sweeper(self, cfg: DictConfig) -> None:
+        """Hand the sweep to the sweeper that ``cfg`` chooses; it calls back through the launcher plugin."""
+        context = HydraContext(config_loader=self._loader, callbacks=Callbacks(cfg))
+        with self._one_line():
+            sweeper = Plugins.instance().instantiate_sweeper(
+                config=cfg, hydra_context=context, task_function=lambda _: None
+            )
+        sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
 
     def _one_line(self) -> AbstractContextManager[None]:
         return one_line(self._loader, self._name, self._overrides)
@@ -142,7 +151,9 @@ def one_line(loader: ConfigLoader, config_name: str, overrides: Sequence[str]) -
     """Turn an error of Hydra, OmegaConf or YAML about the user's input into a RequestError of one line."""
     try:
         yield
-    except USER_ERRORS as error:
+    except (RequestError, RunError):
+        raise
+    except Exception as error:  # Hydra also asserts, and looks keys up, on what the user wrote
         raise RequestError(explain(error, list(overrides), config_name, loader)) from error
 
 
@@ -161,13 +172,14 @@ def sweep_folder(cfg: DictConfig) -> Path:
 
 def compose_point(loader: ConfigLoader, cfg: DictConfig, overrides: Sequence[str], index: int) -> Composed:
     """Point ``index`` of the sweep ``cfg``; its run directory is inside the sweep's."""
-    point = loader.load_sweep_config(cfg, list(overrides))
-    with open_dict(point):
-        point.hydra.job.id = str(index)
-        point.hydra.job.num = index
-    HydraConfig.instance().set_config(point)
-    subdir = str(OmegaConf.select(point, "hydra.sweep.subdir"))
-    return Composed(_job(point), sweep_folder(cfg) / subdir, tuple(overrides))
+    with one_line(loader, cfg.hydra.job.config_name, overrides):
+        point = loader.load_sweep_config(cfg, list(overrides))
+        with open_dict(point):
+            point.hydra.job.id = str(index)
+            point.hydra.job.num = index
+        HydraConfig.instance().set_config(point)
+        subdir = str(OmegaConf.select(point, "hydra.sweep.subdir"))
+        return Composed(_job(point), sweep_folder(cfg) / subdir, tuple(overrides))
 
 
 def _register() -> None:
@@ -251,6 +263,8 @@ def _refuse_sweeps(overrides: list[Override], mode: RunMode) -> None:
 
 def _job(cfg: DictConfig) -> dict[str, Any]:
     """The part of a composed configuration that is not Hydra's, resolved to plain values; ``???`` stays."""
+    if "experiment" in cfg:
+        raise RequestError("experiment: the file of an experiment must begin with the line '# @package _global_'")
     node: dict[str, Any] = {}
     for name in cfg:
         if name == "hydra":
@@ -302,30 +316,36 @@ def _broken_precedence(defaults: list[ResultDefault], repo: IConfigRepository) -
     chosen = [default.config_path for default in defaults if default.config_path is not None]
     faults = []
     for experiment in dict.fromkeys(path for path in chosen if path.startswith("experiment/")):
-        loaded = repo.load_config(experiment)
-        assert loaded is not None
-        for group in dict.fromkeys(key.partition(".")[0] for key in _own_keys(loaded)):
-            for option in repo.get_group_options(group):
-                path = f"{group}/{option}"
-                other = repo.load_config(path)
-                assert other is not None
-                if _is_shipped(loaded.path) and (_is_shipped(other.path) or path not in chosen):
-                    continue
-                faults += [
-                    f"{experiment} sets {key}, which the option {group}={option} sets too, so that choosing an option "
-                    f"on the command line would not win over it: choose by 'override /{group}: {option}' in the "
-                    "experiment, or leave the key out of the option"
-                    for key in _own_keys(loaded)
-                    if any(_overlap(key, f"{group}.{inner}") for inner in _own_keys(other))
-                ]
+        own = _load(experiment, repo)
+        for key in _own_keys(own):
+            group = key.partition(".")[0]
+            options = [
+                option
+                for option in repo.get_group_options(group)
+                if not _is_shipped(own.path) or f"{group}/{option}" in chosen
+                if any(_overlap(key, f"{group}.{inner}") for inner in _own_keys(_load(f"{group}/{option}", repo)))
+            ]
+            if options:
+                faults.append(
+                    f"{experiment} sets {key}, which {', '.join(f'{group}={option}' for option in options)} sets too, "
+                    f"so that {group}=OPTION on the command line would not win over the experiment: write "
+                    f"'override /{group}: OPTION' in the experiment, or leave the key out of one of the two"
+                )
     return faults
+
+
+def _load(path: str, repo: IConfigRepository) -> ConfigResult:
+    loaded = repo.load_config(path)
+    assert loaded is not None, "it is in the repository's own list"
+    return loaded
 
 
 def _own_keys(loaded: ConfigResult) -> list[str]:
     """The dotted keys of the values that a file sets itself; none for the defaults of the schema."""
     if loaded.is_schema_source:
         return []
-    found = keys(OmegaConf.to_container(loaded.config))
+    node = OmegaConf.to_container(loaded.config)
+    found = keys(node) if isinstance(node, dict) else []
     return [key for key in found if key != "defaults" and not any(other.startswith(f"{key}.") for other in found)]
 
 

@@ -144,7 +144,8 @@ def nearest_keys(key: str, known: Collection[str]) -> str:
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     near = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
-    found = list(dict.fromkeys(same_name + near)) or difflib.get_close_matches(key, known, cutoff=0.75)
+    others = [other for other in known if not key.startswith(f"{other}.")]
+    found = list(dict.fromkeys(same_name + near)) or difflib.get_close_matches(key, others, cutoff=0.75)
     if not found and parent:
         found = sorted(siblings.values())
     return f"; nearest: {', '.join(found)}" if found else ""

@@ -38,8 +38,3 @@ def _gpus_of_the_driver() -> int:
 
 def _nvidia_files() -> list[Path]:
     return [path for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-
-
-def local_ranks(ranks_per_node: int | None) -> int:
-    """Ranks of a run on this machine: as asked, else one for each visible GPU, else one on the CPU."""
-    return ranks_per_node if ranks_per_node is not None else max(1, visible_gpus())

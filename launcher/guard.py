@@ -17,9 +17,9 @@ GRACE_S = 5.0
 POLL_S = 0.02
 
 
-def end(groups: Collection[int], grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
-    """SIGTERM to the process groups, and SIGKILL to what is left after ``grace_s``, or as soon as ``hurry`` says so."""
-    deadline = time.monotonic() + grace_s
+def end(groups: Collection[int], hurry: Callable[[], bool] = lambda: False) -> None:
+    """SIGTERM to the process groups, and SIGKILL to what is left after GRACE_S, or as soon as ``hurry`` says so."""
+    deadline = time.monotonic() + GRACE_S
     _kill(living(groups), signal.SIGTERM)
     while (left := living(groups)) and time.monotonic() < deadline and not hurry():
         time.sleep(POLL_S)
@@ -28,7 +28,7 @@ def end(groups: Collection[int], grace_s: float = GRACE_S, hurry: Callable[[], b
 
 def living(groups: Collection[int]) -> set[int]:
     """Those of the process groups that have a member which is not a zombie."""
-    found = set()
+    found: set[int] = set()
     if not groups:
         return found
     for stat in Path("/proc").glob("[0-9]*/stat"):

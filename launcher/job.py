@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import decode, local, plan, progress, rundir
+from launcher import decode, plan, rundir
 from launcher.compose import Composed
 from launcher.errors import RequestError
 from launcher.plan import Plan
@@ -44,6 +44,8 @@ def run(job: Job) -> RunDir:
 
     Raises RequestError if the directory cannot be had, and whatever ``local.run`` raises.
     """
+    from launcher import local, progress  # not needed to plan, which has to be quick
+
     run_dir = RunDir.create(job.run_dir)
     try:
         print(f"run directory {run_dir.path}", flush=True)

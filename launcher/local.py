@@ -24,23 +24,20 @@ WORKER = (sys.executable, "-m", "launcher.worker")
 
 POLL_S = 0.05
 
-FIRST_CAUSES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTERM}
-"""Signals that a rank does not die of because another one failed (the collectives abort)."""
 
-
-def run(config: Config, num_ranks: int, num_steps: int | None, run_dir: RunDir, worker: Sequence[str] = WORKER) -> None:
+def run(
+    config: Config, num_ranks: int, num_steps: int | None, run_dir: RunDir, worker: Sequence[str] | None = None
+) -> None:
     """Train the run frozen in ``run_dir``: start its ranks, show how they get on, and return when all are done.
 
     Raises RunError naming the first rank that failed, RequestError where that rank found the request wrong, and
     RunInterruptedError on SIGINT, SIGTERM or SIGHUP. No process of the run is left then.
     """
-    run_dir.write_status(
-        state="running", step=0, num_steps=num_steps, activity="starting", reason=None, attempt=1, pid=os.getpid(),
-        host=socket.gethostname(),
-    )  # fmt: skip
+    run_dir.write_status(state="running", step=0, num_steps=num_steps, activity="starting", reason=None)
+    run_dir.write_status(attempt=1, pid=os.getpid(), host=socket.gethostname())
     try:
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
-            _supervise(num_ranks, run_dir, worker, progress, caught)
+            _supervise(num_ranks, run_dir, worker or WORKER, progress, caught)
     except BaseException as error:
         run_dir.write_status(state="failed", activity=None, reason=str(error) or type(error).__name__)
         raise
@@ -51,9 +48,10 @@ def run(config: Config, num_ranks: int, num_steps: int | None, run_dir: RunDir, 
 class Rank:
     number: int
     process: "subprocess.Popen[bytes]"
-    seen_alive: float = 0.0
+    seen_alive: float
     """Seconds since the epoch, as in the failure files."""
     code: int | None = None
+    seen_dead: float | None = None
 
 
 def _supervise(
@@ -134,6 +132,8 @@ def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals]) -
                 rank.code = rank.process.poll()
                 if rank.code is None:
                     rank.seen_alive = now
+                else:
+                    rank.seen_dead = time.time()
         failed = [rank for rank in ranks if rank.code not in (None, 0)]
         if failed or all(rank.code == 0 for rank in ranks):
             return failed
@@ -145,9 +145,9 @@ def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals]) -
 def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> RequestError | RunError:
     """The error that names the rank that failed first; the others lost their peer and failed of that.
 
-    A rank that raises notes when. One that a signal killed could not: it died after it was last seen alive.
+    A rank that raises notes when. One that died without a word did so after it was last seen alive, and before its
+    peers noticed; only an abort is what the collectives do to a rank that has lost its peer.
     """
-    noticed = time.time()
     found: list[tuple[float, Rank, str, str]] = []
     for rank in ranks:
         note = _failure(run_dir.failure(rank.number))
@@ -155,7 +155,8 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
             found.append((float(str(note["time"])), rank, str(note["kind"]), str(note["reason"])))
         elif rank in failed:
             assert rank.code is not None
-            when = rank.seen_alive if -rank.code in FIRST_CAUSES else noticed
+            assert rank.seen_dead is not None
+            when = rank.seen_dead if -rank.code == signal.SIGABRT else rank.seen_alive
             found.append((when, rank, "failure", _end_of(rank.code, run_dir.log(rank.number))))
     _, first, kind, reason = min(found, key=lambda entry: entry[0])
     if kind == "request":

@@ -3,9 +3,10 @@
 Whatever the ZeRO stage, the weights that a seed gives are the same.
 """
 
-import contextlib
+import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.errors import RequestError
+from launcher.errors import RequestError, nearest
 from launcher.schema import Call
 from launcher.steps import mix
 
@@ -27,6 +28,11 @@ def hugging_face(model_type: str, task: str = "causal_lm", **config: Any) -> nn.
 
     Raises RequestError for a type, task or argument that the library does not know.
     """
+    return _architecture(model_type, task, **config)()
+
+
+def _architecture(model_type: str, task: str = "causal_lm", **config: Any) -> Callable[[], nn.Module]:
+    """What makes the model; by then everything it needs is imported."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
     mappings = {
@@ -36,20 +42,23 @@ def hugging_face(model_type: str, task: str = "causal_lm", **config: Any) -> nn.
     if task not in mappings:
         raise RequestError(f"model.task={task}: it must be one of {', '.join(mappings)}")
     if model_type not in configuration_auto.CONFIG_MAPPING:
-        raise RequestError(f"model.model_type={model_type}: the installed transformers has no such architecture")
-    attention = config.pop("attn_implementation", "sdpa")
-    config_class = configuration_auto.CONFIG_MAPPING[model_type]
-    unknown = sorted(set(config) - set(config_class().to_dict()))
-    if unknown:
+        known = list(configuration_auto.CONFIG_MAPPING)
         raise RequestError(
-            *(f"model.{key}={config[key]}: {config_class.__name__} has no such argument" for key in unknown)
+            f"model.model_type={model_type}: transformers has no such architecture{nearest(model_type, known)}"
         )
-    model_config = config_class(**config)
+    config_class = configuration_auto.CONFIG_MAPPING[model_type]
+    names = set(config_class().to_dict())
+    options = {"attn_implementation": "sdpa", **config}
+    attention = options.pop("attn_implementation")
+    if unknown := sorted(set(options) - names):
+        raise RequestError(
+            *(f"model.{key}: {config_class.__name__} has no such argument{nearest(key, names)}" for key in unknown)
+        )
+    model_config = config_class(**options)
     if type(model_config) not in mappings[task]:
         raise RequestError(f"model.model_type={model_type}: transformers has no {task} model of it")
     model_class = mappings[task][type(model_config)]
-    model: nn.Module = model_class._from_config(model_config, attn_implementation=attention)
-    return model
+    return functools.partial(model_class._from_config, model_config, attn_implementation=attention)
 
 
 def locate(key: str, target: str) -> Any:
@@ -61,12 +70,18 @@ def locate(key: str, target: str) -> Any:
         raise RequestError(f"{key}={target}: it cannot be imported: {error}") from error
 
 
-def call(key: str, request: Call, **extra: Any) -> Any:
+def call(key: str, request: Call) -> Any:
     """What ``request`` makes; a wrong argument is a RequestError naming ``key``."""
     made_by = locate(f"{key}._target_", request.target)
+    with _reported(key, request):
+        return made_by(**request.arguments)
+
+
+@contextmanager
+def _reported(key: str, request: Call) -> Iterator[None]:
     try:
-        return made_by(**request.arguments, **extra)
-    except TypeError as error:
+        yield
+    except (TypeError, ValueError) as error:
         raise RequestError(f"{key}._target_={request.target}: {error}") from error
 
 
@@ -78,15 +93,19 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
     other module initialises itself as it is built, which cannot be repeated on slices: it is built whole, and
     DeepSpeed partitions it afterwards.
     """
-    stage_3 = deepspeed_values["zero_optimization"]["stage"] == 3
     made_by = locate("model._target_", request.target)
-    partitioned = stage_3 and (made_by is hugging_face or hasattr(made_by, "_init_weights"))
-    context = (
-        deepspeed.zero.Init(config_dict_or_path=dict(deepspeed_values)) if partitioned else contextlib.nullcontext()
-    )
+    partitioned = deepspeed_values["zero_optimization"]["stage"] == 3
+    if made_by is hugging_face:
+        # Imported out here: DeepSpeed replaces torch's constructors while it partitions, and imports break on that.
+        with _reported("model", request):
+            make = _architecture(**request.arguments)
+    else:
+        partitioned = partitioned and hasattr(made_by, "_init_weights")
+        make = functools.partial(made_by, **request.arguments)
+    context = deepspeed.zero.Init(config_dict_or_path=dict(deepspeed_values)) if partitioned else nullcontext()
     torch.manual_seed(seed)
-    with context:
-        model = call("model", request)
+    with context, _reported("model", request):
+        model = make()
     if not isinstance(model, nn.Module):
         raise RequestError(f"model._target_={request.target}: it makes a {type(model).__name__}, not a torch.nn.Module")
     if hasattr(model, "_init_weights"):
@@ -94,6 +113,21 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"model._target_={request.target}: it has no parameter to train")
     return model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute the activations of each layer in the backward pass, with the same dropout masks.
+
+    Raises RequestError for a model that does not offer it the Hugging Face way.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise RequestError(
+            f"activation.checkpointing=full: {type(model).__name__} has no method gradient_checkpointing_enable; "
+            "add it, or set none"
+        )
+    # The reentrant kind would lose the gradients of the first layer's inputs.
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 @torch.no_grad()

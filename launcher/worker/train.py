@@ -14,7 +14,7 @@ from launcher.batch import Cut
 from launcher.errors import RequestError, RunError
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
-from launcher.schema import Config, Tail
+from launcher.schema import Checkpointing, Config, Tail
 from launcher.steps import Steps
 from launcher.worker import checkpoint, distributed, models, step
 from launcher.worker.data import Task
@@ -37,6 +37,8 @@ class Trainer:
         if faults := lr.check(config.lr_schedule, self.steps.num_steps):
             raise RequestError(*faults)
         model = models.build(config.model, config.seed, values)
+        if config.activation.checkpointing is Checkpointing.FULL:
+            models.checkpoint_activations(model)
         self.engine = Engine(model, values, config.optimizer.weight_decay)
         self.shares = Shares(task.train, task.objective, self.steps, cut, rank.rank)
         self.tokens_seen = 0

@@ -1,0 +1,46 @@
+# The README's commands. Everything is installed into .venv, at the versions of requirements.lock.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: train test test-full setup check format bench clean
+
+train: setup
+	$(BIN)/python -m launcher +experiment=dna_8k
+
+# Fast tests first, so that a fault shows early; then those that start DeepSpeed ranks.
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not ranks"
+	$(BIN)/python -m pytest -m "not slow and ranks"
+
+test-full: setup
+	$(BIN)/python -m pytest -m "not ranks"
+	$(BIN)/python -m pytest -m "ranks"
+
+setup: .venv/operators
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
+
+.venv/installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# DeepSpeed compiles what every run on a CPU needs at its first use; here it is compiled where the user can see it.
+.venv/operators: .venv/installed
+	DS_ACCELERATOR=$$($(BIN)/python -c "from launcher.devices import visible_gpus; print('cuda' if visible_gpus() else 'cpu')") \
+		$(BIN)/python -m launcher.worker.build
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,11 @@
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def users_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test touches the cache folder of whoever runs it."""
+    folder = tmp_path_factory.mktemp("users_cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder

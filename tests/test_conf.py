@@ -1,0 +1,135 @@
+"""The shipped configuration files: all of them compose, and the command line wins over every experiment."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from launcher import compose, decode
+from launcher.compose import Composer
+from launcher.schema import Call, Data
+
+CONF = compose.shipped("conf")
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
+EXPERIMENTS = options("experiment")
+CHOICES = [(group, option) for group in GROUPS for option in options(group)]
+
+
+def composed(*argv: str) -> dict[str, Any]:
+    composer = Composer(argv)
+    return composer.single(composer.compose()).node
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values of a node, its defaults list left out."""
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        if isinstance(value, dict):
+            found |= leaves(value, f"{prefix}{name}.")
+        elif name != "defaults":
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def file(group: str, option: str) -> dict[str, Any]:
+    node = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+    assert isinstance(node, dict)
+    return {str(name): value for name, value in node.items()}
+
+
+def test_the_groups_are_those_of_the_contract() -> None:
+    words = "model data zero offload precision optimizer lr_schedule batch_schedule activation parallel cluster logging"
+    assert " ".join(GROUPS) == " ".join(sorted(words.split()))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(("group", "option"), CHOICES)
+def test_an_option_on_the_command_line_wins_over_an_experiment(experiment: str, group: str, option: str) -> None:
+    node = composed(f"{group}={option}", f"+experiment={experiment}")
+    config = decode.decode(node)
+    assert config.name == experiment
+    written = leaves(file(group, option))
+    assert written, "an option that sets nothing cannot win"
+    result = leaves(node[group])
+    assert {key: result[key] for key in written} == {
+        key: str(compose.shipped("genomes") / value.split(":")[1].rstrip("}")) if "${genome:" in str(value) else value
+        for key, value in written.items()
+    }
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_sets_no_key_that_an_option_sets(experiment: str) -> None:
+    of_options = {f"{group}.{key}" for group, option in CHOICES for key in leaves(file(group, option))}
+    assert not of_options & set(leaves(file("experiment", experiment)))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_sets_the_global_batch_and_never_its_cut(experiment: str) -> None:
+    keys = {key for key in leaves(file("experiment", experiment)) if key.startswith("batch.")}
+    assert keys in ({"batch.train_batch_size"}, {"batch.train_batch_tokens"})
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_value_on_the_command_line_wins_over_an_experiment(experiment: str) -> None:
+    written = leaves(file("experiment", experiment))
+    changed = {key: "x" if isinstance(value, str) else 3 for key, value in written.items()}
+    node = leaves(composed(*(f"{key}={value}" for key, value in changed.items()), f"+experiment={experiment}"))
+    assert {key: node[key] for key in changed} == changed
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_options_of_a_group_set_the_same_keys_so_that_one_takes_the_place_of_another(group: str) -> None:
+    keys = [set(leaves(file(group, option))) for option in options(group)]
+    assert all(other == keys[0] for other in keys)
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "experiment"])
+def test_options_are_words(group: str) -> None:
+    for option in options(group):
+        assert isinstance(OmegaConf.create(f"x: {option}").x, str), f"YAML reads {option} as something else"
+
+
+def test_without_an_experiment_only_the_data_the_batch_and_the_length_have_to_be_given() -> None:
+    config = decode.decode(composed("data.fasta=/g.fa"))
+    assert config.data == Data(fasta="/g.fa")
+    assert config.model.target == "launcher.worker.models.hugging_face"
+
+
+def num_parameters(model: Call) -> int:
+    """Parameters of a Llama without grouped queries: embedding and head; attention, gated MLP and norms of a layer."""
+    arguments = model.arguments
+    hidden, inner, layers = (arguments[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    layer = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden
+    return 2 * arguments["vocab_size"] * hidden + layers * layer + hidden
+
+
+@pytest.mark.parametrize("option", options("model"))
+def test_a_model_has_the_size_that_its_file_states(option: str) -> None:
+    config = decode.decode(composed(f"model={option}", "data.fasta=/g.fa"))
+    assert f" {num_parameters(config.model):,} parameters." in (CONF / "model" / f"{option}.yaml").read_text()
+    assert config.model.arguments["hidden_size"] % config.model.arguments["num_attention_heads"] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "millions"),
+    [("1m", 1), ("10m", 10), ("50m", 50), ("150m", 150), ("500m", 500), ("1b", 1000), ("3b", 3000), ("7b", 7000)],
+)
+def test_a_model_has_the_size_of_its_name(option: str, millions: int) -> None:
+    config = decode.decode(composed(f"model=llama_{option}", "data.fasta=/g.fa"))
+    assert num_parameters(config.model) == pytest.approx(millions * 1e6, rel=0.03)
+
+
+def test_every_file_says_what_it_is() -> None:
+    silent = [
+        str(path.relative_to(CONF))
+        for path in Path(CONF).rglob("*.yaml")
+        if len(path.read_text().splitlines()) > 3 and not path.read_text().startswith("#")
+    ]
+    assert silent == []

@@ -1,0 +1,156 @@
+"""The run directory: who may have it, and how its files are written."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import rundir
+from launcher.errors import RequestError
+from launcher.rundir import RunDir
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(RequestError) as raised:
+        RunDir.create(path)
+    return str(raised.value)
+
+
+def test_parents_are_made_and_logs_have_a_place(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "a" / "b")
+    assert run_dir.log(3) == tmp_path / "a" / "b" / "logs" / "rank_00003.log"
+    assert run_dir.failure(3) == tmp_path / "a" / "b" / "logs" / "rank_00003.failure.json"
+    assert run_dir.logs.is_dir()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x")
+    rule = "it holds a run already, and continuing one is not there yet; give another hydra.run.dir"
+    line = f"hydra.run.dir={tmp_path}: {rule}"
+    assert rundir.check(tmp_path) == [line]
+    assert refusal(tmp_path) == line
+    assert (tmp_path / name).read_text() == "x"
+
+
+def test_a_path_that_is_a_file_or_goes_through_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file, file / "run"):
+        assert rundir.check(path) == [f"hydra.run.dir={path}: {file} is not a directory; give another one"]
+        assert refusal(path) == f"hydra.run.dir={path}: it cannot be written (Not a directory); give another directory"
+    assert file.read_text() == "x"
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests may run as root, whom no permission bit stops.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert rundir.check(tmp_path / "new") == [
+        f"hydra.run.dir={tmp_path / 'new'}: {tmp_path} cannot be written; give another directory"
+    ]
+
+
+def test_nothing_is_left_of_a_directory_that_could_not_be_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / ("x" * 300)
+    assert refusal(path) == f"hydra.run.dir={path}: it cannot be written (File name too long); give another directory"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_at_a_directory_writes_nothing(tmp_path: Path) -> None:
+    assert rundir.check(tmp_path / "a" / "b") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_live_launcher_is_refused_naming_the_first(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path)
+    assert refusal(tmp_path) == (
+        f"hydra.run.dir={tmp_path}: a live launcher holds it (pid {os.getpid()} on {socket.gethostname()}); "
+        "give another directory"
+    )
+    first.release()
+    RunDir.create(tmp_path).release()
+
+
+def test_the_lock_dies_with_its_launcher(tmp_path: Path) -> None:
+    code = "import sys,time; from pathlib import Path; from launcher.rundir import RunDir; "
+    code += "d = RunDir.create(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert f"a live launcher holds it (pid {holder.pid} on " in refusal(tmp_path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    RunDir.create(tmp_path).release()
+
+
+def test_fifty_starts_at_once_on_one_directory_give_it_to_one(tmp_path: Path) -> None:
+    won: list[RunDir] = []
+    refused: list[str] = []
+    barrier = threading.Barrier(50)
+
+    def start() -> None:
+        barrier.wait()
+        try:
+            won.append(RunDir.create(tmp_path / "run"))
+        except RequestError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert len(refused) == 49
+    assert all("a live launcher holds it" in line for line in refused)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    texts = [json.dumps([number] * 50_000) for number in range(2)]
+    rundir.write_text(path, texts[0])
+    stop = time.monotonic() + 0.5
+
+    def write() -> None:
+        turn = 0
+        while time.monotonic() < stop:
+            turn += 1
+            rundir.write_text(path, texts[turn % 2], sync=False)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while time.monotonic() < stop:
+        seen.add(path.read_text())
+    writer.join()
+    assert seen <= set(texts)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_status_keeps_the_fields_that_do_not_change(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert run_dir.read_status() == {}
+    before = time.time()
+    run_dir.write_status(state="running", step=3)
+    run_dir.write_status(step=4, activity=None)
+    status = run_dir.read_status()
+    assert before <= status.pop("heartbeat") <= time.time()
+    assert status == {"state": "running", "step": 4, "activity": None}
+
+
+def test_the_last_evaluation_is_found(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert run_dir.last_eval_loss() is None
+    lines: list[dict[str, object]] = [{"kind": "train", "loss": 1.0}]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_dir.last_eval_loss() is None
+    lines += [{"kind": "eval", "eval_loss": 1.5}, {"kind": "eval", "eval_loss": 1.25}, {"kind": "train", "loss": 1.0}]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_dir.last_eval_loss() == 1.25

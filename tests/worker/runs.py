@@ -1,0 +1,164 @@
+"""Small real runs on E. coli contigs of very different lengths, and the plain torch program they must equal."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from launcher import decode, genome, plan
+from launcher.ranks import Rank
+from launcher.rundir import RunDir
+from launcher.schema import (
+    Batch,
+    Call,
+    Checkpoint,
+    Config,
+    Data,
+    LrSchedule,
+    Optimizer,
+    Train,
+    Zero,
+)
+
+CONTIGS = Path(__file__).parents[1] / "data" / "ecoli_mg1655_contigs.fa.gz"
+
+TINY_LLAMA = Call(
+    "launcher.worker.models.hugging_face",
+    {
+        "model_type": "llama",
+        "vocab_size": 17,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "use_cache": False,
+    },
+)
+
+BASE = Config(
+    name="tiny",
+    model=TINY_LLAMA,
+    # Windows longer than many contigs, so that sequences hold very different numbers of targets.
+    data=Data(fasta=str(CONTIGS), sequence_length=700, validation=0.05),
+    batch=Batch(train_batch_size=16),
+    optimizer=Optimizer(lr=1e-3),
+    lr_schedule=LrSchedule(warmup_steps=3),
+    zero=Zero(stage3_param_persistence_threshold=500),
+    train=Train(max_steps=10, gradient_clipping=1.0),
+    checkpoint=Checkpoint(),
+)
+
+
+def cut(config: Config, ranks: int, accumulation: int) -> Config:
+    """The same run, cut otherwise."""
+    return replace(
+        config,
+        batch=replace(config.batch, gradient_accumulation_steps=accumulation),
+        cluster=replace(config.cluster, ranks_per_node=ranks),
+    )
+
+
+def train(rank: Rank, config: Config, folder: Path) -> dict[str, Any]:
+    """One rank of a whole run in an existing process group: metrics, final fp32 weights, initial weights, summary."""
+    import deepspeed.utils
+    import torch.distributed as dist
+
+    from launcher.worker.data import open_task
+    from launcher.worker.train import Trainer
+
+    run_dir = RunDir(folder)
+    planned = plan.make(config)
+    if rank.is_first:
+        folder.mkdir(parents=True)
+        run_dir.logs.mkdir()
+        run_dir.write_files({"config.yaml": decode.dump(config), **plan.files(planned)})
+    dist.barrier()
+    trainer = Trainer(config, planned.cut, planned.deepspeed.values, rank, run_dir, open_task(config))
+    summary = trainer.train()
+    module = trainer.engine.deepspeed.module
+    weights = {
+        name: deepspeed.utils.safe_get_full_fp32_param(parameter).numpy()
+        if trainer.engine.deepspeed.zero_optimization() or trainer.engine.deepspeed.bfloat16_enabled()
+        else parameter.detach().float().numpy()
+        for name, parameter in module.named_parameters()
+    }
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()] if rank.is_first else []
+    return {"lines": lines, "weights": weights, "summary": summary}
+
+
+def reference(config: Config) -> dict[str, Any]:
+    """The same run as one process that sees every global batch whole, in plain torch.
+
+    Shares with the program only the initial weights, which sequences make up a step, and the windows' bytes.
+    """
+    from launcher.worker import models
+
+    assert isinstance(config.data, Data)
+    read = genome.load(config.data)
+    model = models.build(config.model, config.seed, {"zero_optimization": {"stage": 0}})
+    initial = {name: parameter.detach().clone().numpy() for name, parameter in model.named_parameters()}
+    plain = [p for n, p in model.named_parameters() if p.dim() == 1 or "embed" in n]
+    matrices = [p for n, p in model.named_parameters() if not (p.dim() == 1 or "embed" in n)]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": config.optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+    )
+    size = config.batch.train_batch_size
+    assert size is not None and config.train.max_steps is not None
+    steps = plan.steps_of(config, plan.batch.Cut(size, size, 1, 1), len(read.train))
+    losses, norms, tokens = [], [], []
+    for step in range(config.train.max_steps):
+        ids = np.stack([_ids(read.train, int(index)) for index in steps.sequences(step)])
+        inputs = torch.from_numpy(ids)
+        targets = inputs[:, 1:].clone()
+        targets[(targets < 2) | (targets > 5)] = -100
+        logits = model(inputs).logits[:, :-1]
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))  # the mean over valid targets
+        optimizer.zero_grad()
+        loss.backward()
+        clipping = config.train.gradient_clipping or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * _cosine(config, step)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+        tokens.append(int((targets != -100).sum()))
+    weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    return {"loss": losses, "grad_norm": norms, "tokens": tokens, "weights": weights, "initial": initial}
+
+
+def relative_error(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float:
+    """|a - b| / |b| over all parameters as one vector."""
+    assert ours.keys() == reference.keys()
+    difference = sum(float(((ours[n].astype(np.float64) - reference[n]) ** 2).sum()) for n in reference)
+    return math.sqrt(difference / sum(float((reference[n].astype(np.float64) ** 2).sum()) for n in reference))
+
+
+def series_error(ours: Sequence[float], reference: Sequence[float]) -> float:
+    assert len(ours) == len(reference)
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
+
+
+def _ids(windows: Any, index: int) -> np.ndarray:
+    """Token ids spelled out: padding 0, A 2, C 3, G 4, T 5, N 6."""
+    return np.array([code & 0x1F for code in windows.read(index).tolist()])
+
+
+def _cosine(config: Config, step: int) -> float:
+    warmup, total = config.lr_schedule.warmup_steps, config.train.max_steps
+    assert total is not None
+    if step < warmup:
+        return (step + 1) / warmup
+    floor = config.lr_schedule.min_lr_ratio
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step + 1 - warmup) / (total - warmup)))
