@@ -49,7 +49,7 @@ def run(job: Job) -> RunDir:
     run_dir = RunDir.create(job.run_dir)
     try:
         print(f"run directory {run_dir.path}", flush=True)
-        run_dir.write_files({run_dir.config.name: decode.dump(job.config), **plan.files(job.plan)})
+        run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan)})
         local.run(job.config, job.plan.num_ranks, job.plan.num_steps, run_dir)
         progress.print_summary(run_dir)
         return run_dir

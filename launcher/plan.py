@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from launcher import batch, deepspeed_json, devices, genome, lr, steps, validate
@@ -21,6 +21,7 @@ class Plan:
     """One run. What only the job can know (the length of a user's own dataset) is None."""
 
     config: Config
+    """As it is frozen for the ranks."""
     cut: Cut
     deepspeed: DeepSpeedJSON
     genome: Genome | None
@@ -54,10 +55,15 @@ def make(config: Config) -> Plan:
         if not data_faults:
             read = attempt(genome.load, config.data, keep=config.mode is not Mode.PLAN and not faults)
     counted = attempt(count_steps, config, cut, len(read.train) if read else None) if cut is not None else None
-    faults += lr.check(config.lr_schedule, counted)
+    # Without a cut the limit that is known still tells of a warm-up that is too long.
+    faults += lr.check(config.lr_schedule, counted if cut is not None else config.train.max_steps)
     if faults:
         raise RequestError(*faults)
     assert cut is not None
+    if read is not None:
+        assert isinstance(config.data, Data)
+        # A pipe can be read only once: the ranks find its bases in the cache.
+        config = replace(config, data=replace(config.data, fasta=read.fasta))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)
 
 

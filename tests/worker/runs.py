@@ -114,7 +114,8 @@ def reference(config: Config) -> dict[str, Any]:
         eps=config.optimizer.eps,
     )
     size = config.batch.train_batch_size
-    assert size is not None and config.train.max_steps is not None
+    assert size is not None
+    assert config.train.max_steps is not None
     steps = plan.steps_of(config, plan.batch.Cut(size, size, 1, 1), len(read.train))
     losses, norms, tokens = [], [], []
     for step in range(config.train.max_steps):

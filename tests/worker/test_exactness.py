@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.ranks import Rank
-from launcher.schema import Config, Device, Dtype, Offload, Precision, Tail, Train, Zero
+from launcher.schema import Config
 from tests.ranks import on_ranks
 from tests.worker import runs
 

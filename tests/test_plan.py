@@ -1,0 +1,94 @@
+"""The plan against numbers worked out by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher import devices, plan
+from launcher.batch import Cut
+from launcher.errors import RequestError
+from launcher.schema import Batch, Call, Cluster, Config, CustomData, Data, LrSchedule, Mode, Tail, Train
+
+GENOMES = Path(__file__).parents[1] / "genomes"
+LLAMA = Call("launcher.worker.models.hugging_face", {"model_type": "llama"})
+# Phage lambda has 48,502 bases: 49 windows of 1,000, the last of 502.
+LAMBDA = Config(
+    mode=Mode.PLAN,
+    model=LLAMA,
+    data=Data(fasta=str(GENOMES / "lambda_phage.fa.gz"), sequence_length=1000),
+    batch=Batch(12, train_micro_batch_size_per_gpu=3),
+    train=Train(epochs=2),
+    cluster=Cluster(ranks_per_node=2),
+    lr_schedule=LrSchedule(warmup_steps=4),
+)
+
+
+def test_the_cut_the_steps_and_the_rates_of_phage_lambda() -> None:
+    made = plan.make(LAMBDA)
+    facts = plan.summary(made)
+    assert made.cut == Cut(12, 3, 2, 2)
+    assert facts["batch"]["bases_per_micro_batch"] == 3_000
+    assert facts["batch"]["sequences_per_window"] == 6
+    assert facts["batch"]["bases_per_window"] == 6_000
+    assert facts["batch"]["bases_per_step"] == 12_000
+    assert facts["data"]["train_sequences"] == 49
+    assert facts["run"] == {"num_steps": 8, "epochs": 96 / 49, "sequences": 96, "tail": "carry"}
+    assert facts["learning_rate"]["first"] == pytest.approx(1e-3 / 4)
+    assert facts["learning_rate"]["last"] == pytest.approx(1e-4)
+    flushed = replace(LAMBDA, accumulation=replace(LAMBDA.accumulation, tail=Tail.FLUSH))
+    assert plan.summary(plan.make(flushed))["run"] == {
+        "num_steps": 10,
+        "epochs": 2.0,
+        "sequences": 98,
+        "tail": "flush",
+    }
+
+
+def test_the_files_are_json_and_hold_the_batch_triple() -> None:
+    files = plan.files(plan.make(LAMBDA))
+    triple = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [json.loads(files["deepspeed.json"])[key] for key in triple] == [12, 3, 2]
+    assert json.loads(files["plan.json"])["batch"]["data_parallel_size"] == 2
+
+
+def test_every_fault_is_told_at_once() -> None:
+    config = replace(
+        LAMBDA,
+        data=replace(LAMBDA.data, fasta="/nowhere.fa"),
+        batch=Batch(13, train_micro_batch_size_per_gpu=3),
+        train=Train(max_steps=3),
+        seed=-1,
+    )
+    with pytest.raises(RequestError) as refused:
+        plan.make(config)
+    keys = [line.split("=")[0].split(" ")[0] for line in refused.value.faults]
+    assert keys == ["seed", "batch.train_batch_size", "data.fasta", "lr_schedule.warmup_steps"]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 2)
+    assert plan.num_ranks(LAMBDA) == 2
+    assert plan.num_ranks(replace(LAMBDA, cluster=Cluster())) == 2
+    with pytest.raises(RequestError, match=r"cluster.ranks_per_node=4: only 2 GPUs are visible here; set at most 2"):
+        plan.num_ranks(replace(LAMBDA, cluster=Cluster(ranks_per_node=4)))
+
+
+def test_a_dataset_of_ones_own_leaves_its_length_to_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    data = CustomData("json.JSONDecoder")
+    config = replace(LAMBDA, data=data, loss=Call("json.JSONDecoder"))
+    made = plan.make(config)
+    assert made.num_steps is None
+    plan.render(made, "runs/x")
+    assert "(checked in the job) optimizer steps" in capsys.readouterr().out
+    assert plan.make(replace(config, train=Train(max_steps=7))).num_steps == 7
+
+
+def test_what_is_printed_holds_the_cut_the_horizon_and_who_set_each_key(capsys: pytest.CaptureFixture[str]) -> None:
+    plan.render(plan.make(LAMBDA), "runs/lambda/x")
+    printed = capsys.readouterr().out
+    for text in ("micro-batch", "3,000", "12,000", "8 optimizer steps", "runs/lambda/x", "gradient_clipping"):
+        assert text in printed
+    (line,) = [line for line in printed.splitlines() if "gradient_clipping" in line]
+    assert line.split() == ["gradient_clipping", "1.0", "train.gradient_clipping"]
