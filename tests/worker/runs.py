@@ -26,7 +26,7 @@ from launcher.schema import (
     Zero,
 )
 
-CONTIGS = Path(__file__).parents[1] / "data" / "ecoli_mg1655_contigs.fa.gz"
+CONTIGS = Path(__file__).parents[1] / "data" / "ecoli_short_contigs.fa.gz"
 
 TINY_LLAMA = Call(
     "launcher.worker.models.hugging_face",
@@ -47,7 +47,7 @@ BASE = Config(
     name="tiny",
     model=TINY_LLAMA,
     # Windows longer than many contigs, so that sequences hold very different numbers of targets.
-    data=Data(fasta=str(CONTIGS), sequence_length=700, validation=0.05),
+    data=Data(fasta=str(CONTIGS), sequence_length=300, validation=None),
     batch=Batch(train_batch_size=16),
     optimizer=Optimizer(lr=1e-3),
     lr_schedule=LrSchedule(warmup_steps=3),
