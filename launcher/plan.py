@@ -60,8 +60,7 @@ def make(config: Config) -> Plan:
     if faults:
         raise RequestError(*faults)
     assert cut is not None
-    if read is not None:
-        assert isinstance(config.data, Data)
+    if isinstance(config.data, Data) and read is not None and genome.reads_a_pipe(config.data):
         # A pipe can be read only once: the ranks find its bases in the cache.
         config = replace(config, data=replace(config.data, fasta=read.fasta))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)

@@ -795,6 +795,9 @@ def offloaded_update(rank: Rank, config: Config) -> dict[str, Any]:
 
     values = deepspeed_json.build(config, Cut(4, 2, 2, 1)).values
     trained = model()
+    if config.zero.stage == 3:
+        # Partitioned by the engine itself, parameters on NVMe are kept in bf16 where the CPU knows no fp16.
+        deepspeed.zero.Init(module=trained, config_dict_or_path=values)
     engine, *_ = deepspeed.initialize(model=trained, model_parameters=list(trained.parameters()), config=values)
     plain = model()
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

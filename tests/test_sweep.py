@@ -22,6 +22,7 @@ SWEEP = [
     "+experiment=dna_8k",
     "data=lambda",
     "data.sequence_length=1024",
+    "batch.train_batch_size=8",
     "train.max_steps=2",
     "lr_schedule.warmup_steps=0",
     "hydra.sweep.dir=sweep",

@@ -101,6 +101,12 @@ def load(data: Data, *, keep: bool = True) -> Genome:
     return _genome(files, bases, windows or _make_windows(bases, data, place), data)
 
 
+def reads_a_pipe(data: Data) -> bool:
+    """Whether an input can be read only once, so that other processes have to be given ``Genome.fasta``."""
+    names = [data.fasta] if isinstance(data.fasta, str) else data.fasta
+    return any(cache.is_pipe(Path(name)) for name in names)
+
+
 def _genome(files: Sequence[Path], bases: store.Entry, windows: store.Entry, data: Data) -> Genome:
     def split(name: str) -> Windows:
         return Windows(

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import netrc
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from launcher.rundir import RunDir
 from launcher.schema import Config
@@ -56,14 +58,13 @@ class WandB:
         import wandb
 
         run_dir.tracker.mkdir(exist_ok=True)
-        has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
         self._run = wandb.init(
             project=config.logging.project,
             entity=config.logging.entity,
             name=run_dir.path.name,
             tags=list(config.logging.tags),
             dir=str(run_dir.tracker),
-            mode=None if os.environ.get("WANDB_MODE") else "online" if has_key else "offline",
+            mode=None if os.environ.get("WANDB_MODE") else "online" if _has_wandb_key() else "offline",
             config={name: dict(values) for name, values in attachments.items()},
             settings=wandb.Settings(init_timeout=self.TIMEOUT_S, console="off", silent=True),
         )
@@ -77,6 +78,17 @@ class WandB:
     def finish(self, summary: Values) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish()
+
+
+def _has_wandb_key() -> bool:
+    """Whether a key is in the environment, or in the netrc file where ``wandb login`` leaves it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc().authenticators(str(server)) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False
 
 
 class Guarded:
