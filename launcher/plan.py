@@ -1,6 +1,7 @@
 """What would run, worked out before anything starts: the cut, the steps, the horizon, the DeepSpeed JSON."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from launcher.batch import Cut
 from launcher.deepspeed_json import DeepSpeedJSON
 from launcher.errors import RequestError
 from launcher.genome import Genome
-from launcher.schema import Config, CustomData, Data, Mode
+from launcher.schema import Config, CustomData, Data, Device, Mode
 from launcher.steps import Steps
 
 Result = TypeVar("Result")
@@ -37,7 +38,7 @@ def make(config: Config) -> Plan:
 
     Raises RequestError with every fault that was found.
     """
-    faults = validate.check(config) + deepspeed_json.check(config)
+    faults = validate.check(config) + deepspeed_json.check(config) + _check_nvme(config)
 
     def attempt(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
         try:
@@ -64,6 +65,19 @@ def make(config: Config) -> Plan:
         # A pipe can be read only once: the ranks find its bases in the cache.
         config = replace(config, data=replace(config.data, fasta=read.fasta))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)
+
+
+def _check_nvme(config: Config) -> list[str]:
+    """The folder for offloading is on this machine, as its ranks are; its form is checked with the DeepSpeed JSON."""
+    path = config.offload.nvme_path
+    if Device.NVME not in (config.offload.optimizer, config.offload.parameters) or not path or not os.path.isabs(path):
+        return []
+    folder = os.path.expandvars(path)
+    if not os.path.isdir(folder):
+        return [f"offload.nvme_path={path}: there is no such folder; make it, or name one on a local disk"]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"offload.nvme_path={path}: it cannot be written; name another folder on a local disk"]
+    return []
 
 
 def num_ranks(config: Config) -> int:

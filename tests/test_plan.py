@@ -9,7 +9,21 @@ import pytest
 from launcher import devices, plan
 from launcher.batch import Cut
 from launcher.errors import RequestError
-from launcher.schema import Batch, Call, Cluster, Config, CustomData, Data, LrSchedule, Mode, Tail, Train
+from launcher.schema import (
+    Batch,
+    Call,
+    Cluster,
+    Config,
+    CustomData,
+    Data,
+    Device,
+    LrSchedule,
+    Mode,
+    Offload,
+    Tail,
+    Train,
+    Zero,
+)
 
 GENOMES = Path(__file__).parents[1] / "genomes"
 LLAMA = Call("launcher.worker.models.hugging_face", {"model_type": "llama"})
@@ -65,6 +79,17 @@ def test_every_fault_is_told_at_once() -> None:
         plan.make(config)
     keys = [line.split("=")[0].split(" ")[0] for line in refused.value.faults]
     assert keys == ["seed", "batch.train_batch_size", "data.fasta", "lr_schedule.warmup_steps"]
+
+
+def test_an_nvme_path_that_is_missing_is_refused(tmp_path: Path) -> None:
+    offload = Offload(optimizer=Device.NVME, nvme_path=str(tmp_path / "no"))
+    config = replace(LAMBDA, zero=Zero(stage=3), offload=offload)
+    with pytest.raises(RequestError) as refused:
+        plan.make(config)
+    assert refused.value.faults == [
+        f"offload.nvme_path={tmp_path}/no: there is no such folder; make it, or name one on a local disk"
+    ]
+    plan.make(replace(config, offload=replace(offload, nvme_path=str(tmp_path))))
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

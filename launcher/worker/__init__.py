@@ -1,1 +1,9 @@
 """What a rank runs: the only part of this program that imports torch and deepspeed."""
+
+import os
+import sys
+from pathlib import Path
+
+# DeepSpeed compiles with the ninja that it finds first. That of this Python's environment is always there; two kinds in
+# turn would compile every operator again.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

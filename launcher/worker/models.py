@@ -94,7 +94,8 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
     DeepSpeed partitions it afterwards.
     """
     made_by = locate("model._target_", request.target)
-    partitioned = deepspeed_values["zero_optimization"]["stage"] == 3
+    stage = deepspeed_values["zero_optimization"]["stage"]
+    partitioned = stage == 3
     if made_by is hugging_face:
         # Imported out here: DeepSpeed replaces torch's constructors while it partitions, and imports break on that.
         with _reported("model", request):
@@ -110,6 +111,9 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
         raise RequestError(f"model._target_={request.target}: it makes a {type(model).__name__}, not a torch.nn.Module")
     if hasattr(model, "_init_weights"):
         _initialise(model, model, "", seed)
+    if stage == 3 and not partitioned:
+        # Here and not in deepspeed.initialize, which would keep parameters on NVMe in bf16 where the CPU knows no fp16.
+        deepspeed.zero.Init(module=model, config_dict_or_path=dict(deepspeed_values))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"model._target_={request.target}: it has no parameter to train")
     return model
