@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.errors import RequestError
+from launcher.genome.bed import is_bed
 from launcher.schema import Call, Config, CustomData, Data
 
 T = TypeVar("T")
@@ -100,11 +101,6 @@ def with_absolute_paths(config: Config, folder: Path) -> Config:
             cache_dir=None if data.cache_dir is None else absolute(data.cache_dir),
         ),
     )
-
-
-def is_bed(text: str) -> bool:
-    """Whether ``data.validation`` as text names a BED file, and not a contig."""
-    return text.endswith((".bed", ".bed.gz")) or "/" in text
 
 
 def secrets(node: Any, environment: Mapping[str, str]) -> list[str]:
