@@ -1,9 +1,11 @@
 """Run a function on real gloo ranks, each its own process, as the local runner would start them."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,34 +16,46 @@ from launcher.ranks import STORE_FD, Rank, from_environment
 def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 600) -> list[Any]:
     """``function(rank, *arguments)`` on every rank of one process group; what each returned, in order of rank.
 
-    Fails with the traceback of the first rank that raised.
+    Fails with the traceback of the first rank that raised, or when a rank was killed, or after ``timeout`` seconds.
     """
     context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    processes = [
-        context.Process(target=_rank, args=(answers, number, num_ranks, port, function, arguments), daemon=True)
-        for number in range(num_ranks)
-    ]
-    for process in processes:
+    processes, answers = [], []
+    for number in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(theirs, number, num_ranks, port, function, arguments), daemon=True
+        )
         process.start()
+        theirs.close()  # the rank's own end alone is left, so that its death ends the pipe
+        processes.append(process)
+        answers.append(ours)
+    deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     try:
         while len(results) < num_ranks:
-            number, error, result = answers.get()
-            assert error is None, f"rank {number}:\n{error}"
-            results[number] = result
-        for process in processes:
-            process.join(timeout)
+            waiting = [answers[number] for number in range(num_ranks) if number not in results]
+            ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+            assert ready, f"after {timeout} s {len(waiting)} of {num_ranks} ranks were still at work"
+            for answer in ready:
+                number = answers.index(answer)
+                try:
+                    error, result = answer.recv()
+                except EOFError:
+                    processes[number].join()
+                    raise AssertionError(f"rank {number} ended with exit code {processes[number].exitcode}") from None
+                assert error is None, f"rank {number}:\n{error}"
+                results[number] = result
     finally:
         for process in processes:
             process.kill()
+            process.join()
     return [results[number] for number in range(num_ranks)]
 
 
-def _rank(answers: Any, number: int, num_ranks: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+def _rank(answer: Any, number: int, num_ranks: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
     os.environ.pop(STORE_FD, None)
     os.environ.update(
         RANK=str(number),
@@ -67,6 +81,6 @@ def _rank(answers: Any, number: int, num_ranks: int, port: int, function: Callab
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        answers.put((number, traceback.format_exc(), None))
+        answer.send((traceback.format_exc(), None))
         sys.exit(1)
-    answers.put((number, None, result))
+    answer.send((None, result))

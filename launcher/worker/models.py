@@ -24,7 +24,7 @@ def hugging_face(model_type: str, task: str = "causal_lm", **config: Any) -> nn.
 
     ``model_type`` is the library's own name (``llama``, ``modernbert``, ...); ``task`` is ``causal_lm`` or
     ``masked_lm``; ``config`` holds arguments of the architecture's configuration class. Attention is torch's
-    scaled-dot-product attention, unless ``attn_implementation`` says otherwise.
+    scaled-dot-product attention where the architecture has any, unless ``attn_implementation`` says otherwise.
 
     Raises RequestError for a type, task or argument that the library does not know.
     """
@@ -48,16 +48,17 @@ def _architecture(model_type: str, task: str = "causal_lm", **config: Any) -> Ca
         )
     config_class = configuration_auto.CONFIG_MAPPING[model_type]
     names = set(config_class().to_dict())
-    options = {"attn_implementation": "sdpa", **config}
-    attention = options.pop("attn_implementation")
-    if unknown := sorted(set(options) - names):
+    attention = config.pop("attn_implementation", None)
+    if unknown := sorted(set(config) - names):
         raise RequestError(
             *(f"model.{key}: {config_class.__name__} has no such argument{nearest(key, names)}" for key in unknown)
         )
-    model_config = config_class(**options)
+    model_config = config_class(**config)
     if type(model_config) not in mappings[task]:
         raise RequestError(f"model.model_type={model_type}: transformers has no {task} model of it")
     model_class = mappings[task][type(model_config)]
+    if attention is None and model_class._supports_sdpa:
+        attention = "sdpa"
     return functools.partial(model_class._from_config, model_config, attn_implementation=attention)
 
 
@@ -99,7 +100,7 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
     if made_by is hugging_face:
         # Imported out here: DeepSpeed replaces torch's constructors while it partitions, and imports break on that.
         with _reported("model", request):
-            make = _architecture(**request.arguments)
+            make = functools.partial(_undrawn, _architecture(**request.arguments))
     else:
         partitioned = partitioned and hasattr(made_by, "_init_weights")
         make = functools.partial(made_by, **request.arguments)
@@ -117,6 +118,18 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"model._target_={request.target}: it has no parameter to train")
     return model
+
+
+def _undrawn(make: Callable[[], nn.Module]) -> nn.Module:
+    """A Hugging Face model, tied but its weights not drawn: the library would index what are slices at ZeRO stage 3."""
+    from transformers import PreTrainedModel
+
+    draw = PreTrainedModel.initialize_weights
+    PreTrainedModel.initialize_weights = lambda self: None
+    try:
+        return make()
+    finally:
+        PreTrainedModel.initialize_weights = draw
 
 
 def checkpoint_activations(model: nn.Module) -> None:
