@@ -138,7 +138,7 @@ def _settings(config: Config) -> list[Setting]:
 def _reduction(config: Config) -> Iterator[Setting]:
     """One gradient, averaged over the ranks: what makes every cut of a global batch the same update."""
     precision = config.precision
-    communication = precision.communication_data_type or precision.dtype
+    communication = precision.communication_data_type or precision.grad_accum_dtype
     yield Setting("managed_gradient_accumulation", True, FIXED)
     yield Setting("gradient_allreduce_op", "mean", FIXED)
     yield Setting("gradient_predivide_factor", 1.0, FIXED)

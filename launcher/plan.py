@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -64,15 +64,21 @@ def make(config: Config) -> Plan:
     if isinstance(config.data, Data) and read is not None and genome.reads_a_pipe(config.data):
         # A pipe can be read only once: the ranks find its bases in the cache.
         config = replace(config, data=replace(config.data, fasta=read.fasta))
+    if config.offload.nvme_path is not None:
+        expanded = os.path.expandvars(config.offload.nvme_path)
+        config = replace(config, offload=replace(config.offload, nvme_path=expanded))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)
 
 
 def _check_nvme(config: Config) -> list[str]:
     """The folder for offloading is on this machine, as its ranks are; its form is checked with the DeepSpeed JSON."""
     path = config.offload.nvme_path
-    if Device.NVME not in (config.offload.optimizer, config.offload.parameters) or not path or not os.path.isabs(path):
+    if Device.NVME not in (config.offload.optimizer, config.offload.parameters) or not path:
         return []
     folder = os.path.expandvars(path)
+    if not os.path.isabs(folder):
+        told = not path.startswith("$")
+        return [] if told else [f"offload.nvme_path={path}: it stands for {folder}; it must be an absolute path"]
     if not os.path.isdir(folder):
         return [f"offload.nvme_path={path}: there is no such folder; make it, or name one on a local disk"]
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -166,48 +172,49 @@ def files(plan: Plan) -> dict[str, str]:
 
 def render(plan: Plan, run_dir: object) -> None:
     """Print the plan for a person."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
     facts = summary(plan)
     cut, run, rate, data = facts["batch"], facts["run"], facts["learning_rate"], facts["data"]
-    console.print(f"[bold]{plan.config.name}[/bold] on {_count(plan.num_ranks, 'rank')}")
-    table = Table("", "sequences", "bases", box=box.SIMPLE_HEAD, title="The cut", title_justify="left")
-    rows = (
-        ("micro-batch (one rank, one pass)", cut["micro_batch_size"], cut["bases_per_micro_batch"]),
+    window = f"window ({_count(cut['gradient_accumulation_steps'], 'accumulation step')}, one rank)"
+    print(f"{plan.config.name} on {_count(plan.num_ranks, 'rank')}\n\nThe cut")
+    _print_table(
+        ("", "sequences", "bases"),
+        ("micro-batch (one rank, one pass)", _number(cut["micro_batch_size"]), _number(cut["bases_per_micro_batch"])),
+        (window, _number(cut["sequences_per_window"]), _number(cut["bases_per_window"])),
         (
-            f"window ({_count(cut['gradient_accumulation_steps'], 'accumulation step')}, one rank)",
-            cut["sequences_per_window"],
-            cut["bases_per_window"],
+            f"optimizer step ({_count(plan.num_ranks, 'rank')})",
+            _number(cut["train_batch_size"]),
+            _number(cut["bases_per_step"]),
         ),
-        (f"optimizer step ({_count(plan.num_ranks, 'rank')})", cut["train_batch_size"], cut["bases_per_step"]),
     )
-    for label, *numbers in rows:
-        table.add_row(label, *map(_number, numbers))
-    console.print(table)
-    console.print(
+    print(
         f"run            {_number(run['num_steps'])} optimizer steps, {_number(run['epochs'])} epochs, "
         f"tail={run['tail']}"
     )
-    console.print(
+    print(
         f"data           {_number(data['train_sequences'])} training and {_number(data['validation_sequences'])} "
         "validation sequences"
     )
-    console.print(
+    print(
         f"learning rate  {rate['schedule']}: {_number(rate['first'])} first, {_number(rate['peak'])} after "
         f"{rate['warmup_steps']} warm-up steps, {_number(rate['last'])} in the last; "
         f"horizon {_number(rate['horizon_steps'])} optimizer steps"
     )
-    console.print(f"run directory  {run_dir}", soft_wrap=True)
-    table = Table("key", "value", "set by", box=box.SIMPLE_HEAD, title="deepspeed.json", title_justify="left")
+    print(f"run directory  {run_dir}\n\ndeepspeed.json")
+    rows = []
     for key, source in plan.deepspeed.sources.items():
         value: Any = plan.deepspeed.values
         for part in key.split("."):
             value = value[part]
-        table.add_row(key, json.dumps(value), source)
-    console.print(table)
+        rows.append((key, json.dumps(value), source))
+    _print_table(("key", "value", "set by"), *rows)
+
+
+def _print_table(*rows: Sequence[str]) -> None:
+    """Columns as wide as they need to be; the first row is the heading. Rich would take a tenth of planning's time."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
+        print("  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
 
 
 def _learning_rate(config: Config, step: int, num_steps: int | None) -> float | None:

@@ -175,7 +175,7 @@ class Precision:
     grad_accum_dtype: Dtype = Dtype.FP32
     """What micro-batch gradients are summed in."""
     communication_data_type: Dtype | None = None
-    """What gradients are reduced in; null: as DeepSpeed derives it from dtype."""
+    """What gradients are reduced in over the ranks; null: grad_accum_dtype, at twice the traffic of bf16 or fp16."""
     loss_scale: float = 0.0
     """fp16; 0: dynamic."""
     initial_scale_power: int = 16

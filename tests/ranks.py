@@ -72,8 +72,9 @@ def _rank(answer: Any, number: int, num_ranks: int, port: int, function: Callabl
         import torch
         import torch.distributed as dist
 
-        from launcher.worker import distributed
+        from launcher.worker import build, distributed
 
+        build.build(["ShareMemCommBuilder"], print)
         torch.set_num_threads(1)
         rank: Rank = from_environment()
         distributed.start(rank)

@@ -92,6 +92,27 @@ def test_an_nvme_path_that_is_missing_is_refused(tmp_path: Path) -> None:
     plan.make(replace(config, offload=replace(offload, nvme_path=str(tmp_path))))
 
 
+def test_variables_in_an_nvme_path_are_expanded_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    monkeypatch.setenv("NEAR", "here")
+
+    def planned(path: str) -> plan.Plan:
+        offload = Offload(optimizer=Device.NVME, nvme_path=path)
+        return plan.make(replace(LAMBDA, zero=Zero(stage=3), offload=offload))
+
+    made = planned("$SCRATCH")
+    assert made.deepspeed.values["zero_optimization"]["offload_optimizer"]["nvme_path"] == str(tmp_path)
+    assert made.config.offload.nvme_path == str(tmp_path)
+    for path, fault in {
+        "$SCRATCH/no": "there is no such folder; make it, or name one on a local disk",
+        "$NEAR": "it stands for here; it must be an absolute path",
+        "$NOT_SET/nvme": "it stands for $NOT_SET/nvme; it must be an absolute path",
+    }.items():
+        with pytest.raises(RequestError) as refused:
+            planned(path)
+        assert refused.value.faults == [f"offload.nvme_path={path}: {fault}"]
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "visible_gpus", lambda: 2)
     assert plan.num_ranks(LAMBDA) == 2

@@ -50,9 +50,10 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
     tell("loading torch and DeepSpeed")
     import torch.distributed as dist
 
-    from launcher.worker import build, data, distributed
+    from launcher.worker import build, data, distributed, engine
     from launcher.worker.train import Trainer
 
+    engine.check_precision(values)
     build.build(build.needed(values), tell)
     task = data.open_task(config)
     distributed.start(rank)

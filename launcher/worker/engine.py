@@ -10,10 +10,25 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
+from launcher.errors import RequestError
 from launcher.worker import models
+
+
+def check_precision(values: Mapping[str, Any]) -> None:
+    """Raises RequestError if the device of this rank cannot compute in the precision of the DeepSpeed JSON."""
+    accelerator = get_accelerator()
+    able = {"fp16": accelerator.is_fp16_supported(), "bf16": accelerator.is_bf16_supported()}
+    for dtype, supported in able.items():
+        if values[dtype]["enabled"] and not supported:
+            others = [name for name, holds in able.items() if holds] + ["fp32"]
+            raise RequestError(
+                f"precision.dtype={dtype}: this machine's {accelerator.device_name()} cannot compute in it; "
+                f"set {' or '.join(f'precision={name}' for name in others)}"
+            )
 
 
 @dataclass(frozen=True)
