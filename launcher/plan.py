@@ -155,6 +155,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         },
         "data": {
             "fingerprint": plan.genome.fingerprint if plan.genome else None,
+            "cache": plan.genome.entries if plan.genome else None,
             "train_sequences": sequences,
             "validation_sequences": len(plan.genome.validation) if plan.genome and plan.genome.validation else None,
         },

@@ -34,6 +34,8 @@ class Genome:
     fasta: list[str]
     """What another process gives as ``data.fasta`` to read the same bases: the files, or, for a pipe, which can be
     read only once, the folder in which its bases are cached."""
+    entries: tuple[str, str]
+    """The folders of the cache that hold the bases and the windows."""
 
     @property
     def contigs(self) -> list[tuple[str, int]]:
@@ -98,7 +100,19 @@ def load(data: Data, *, keep: bool = True) -> Genome:
         raise RequestError(*faults)
     name = _windows_name(bases, data, _bed_digests(data))
     windows = place.find(name) if name is not None else None
-    return _genome(files, bases, windows or _make_windows(bases, data, place), data)
+    return _genome(bases, windows or _make_windows(bases, data, place), data, files)
+
+
+def reopen(data: Data, entries: Sequence[str], fingerprint: str) -> Genome:
+    """The genome that another process has loaded: from its cache, without reading the files again, if that is there.
+
+    So a thousand ranks need not hash them. Raises RequestError if the files have changed since, and as ``load`` does.
+    """
+    bases, windows = (store.read(Path(entry)) for entry in entries)
+    read = _genome(bases, windows, data, cache.resolve(data.fasta)) if bases and windows else load(data)
+    if read.fingerprint != fingerprint:
+        raise RequestError("data.fasta: the windows are no longer those that the run was planned with; start it anew")
+    return read
 
 
 def reads_a_pipe(data: Data) -> bool:
@@ -107,7 +121,7 @@ def reads_a_pipe(data: Data) -> bool:
     return any(cache.is_pipe(Path(name)) for name in names)
 
 
-def _genome(files: Sequence[Path], bases: store.Entry, windows: store.Entry, data: Data) -> Genome:
+def _genome(bases: store.Entry, windows: store.Entry, data: Data, files: Sequence[Path]) -> Genome:
     def split(name: str) -> Windows:
         return Windows(
             codes_path=bases.path / cache.CODES,
@@ -125,6 +139,7 @@ def _genome(files: Sequence[Path], bases: store.Entry, windows: store.Entry, dat
         fingerprint=_hash(meaning),
         num_bases=bases.meta["num_bases"],
         fasta=[str(bases.path)] if any(cache.is_pipe(file) for file in files) else [str(file) for file in files],
+        entries=(str(bases.path), str(windows.path)),
     )
 
 

@@ -36,8 +36,8 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
     """Train the run that ``run_dir`` has frozen."""
     config = decode.load(run_dir.config)
     values = json.loads(run_dir.deepspeed.read_text())
-    planned = json.loads(run_dir.plan.read_text())["batch"]
-    cut = Cut(**{field.name: planned[field.name] for field in fields(Cut)})
+    planned = json.loads(run_dir.plan.read_text())
+    cut = Cut(**{field.name: planned["batch"][field.name] for field in fields(Cut)})
     if rank.world_size != cut.data_parallel_size:
         raise RequestError(
             f"the run was planned for {cut.data_parallel_size} ranks, but {rank.world_size} were started"
@@ -55,7 +55,7 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
 
     engine.check_precision(values)
     build.build(build.needed(values), tell)
-    task = data.open_task(config)
+    task = data.open_task(config, planned["data"])
     distributed.start(rank)
     tell("building the model")
     summary = Trainer(config, cut, values, rank, run_dir, task).train()

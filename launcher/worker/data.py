@@ -1,6 +1,8 @@
 """What a run learns from: the training and validation sequences, and the objective."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -35,15 +37,18 @@ class Task:
         }
 
 
-def open_task(config: Config) -> Task:
-    """Raises RequestError for a ``_target_`` or argument that cannot be, as far as the launcher could not tell."""
+def open_task(config: Config, planned: Mapping[str, Any] | None = None) -> Task:
+    """The task of a run; ``planned`` is what its plan says about the data, so that the genome need not be read again.
+
+    Raises RequestError for a ``_target_`` or argument that cannot be, as far as the launcher could not tell.
+    """
     data = config.data
     if isinstance(data, CustomData):
         assert config.loss is not None, "checked before the run started"
         objective = Custom(models.call("loss", config.loss))
         validation = None if data.validation is None else _dataset("data.validation", data.validation)
         return Task(_dataset("data", data), validation, objective, predicts_bases=False, read=None)
-    read = genome.load(data)
+    read = genome.reopen(data, planned["cache"], planned["fingerprint"]) if planned else genome.load(data)
     return Task(
         train=GenomeSource(read.train, data, reverse_complement=data.reverse_complement),
         validation=GenomeSource(read.validation, data, reverse_complement=False) if read.validation else None,

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from launcher import genome
 from launcher.errors import RequestError
-from launcher.genome import alphabet
+from launcher.genome import alphabet, cache
 from launcher.genome.windows import Windows
 from launcher.schema import Data
 from tests.genome.files import CONTIGS, ECOLI, LAMBDA, text_of
@@ -295,3 +296,32 @@ def test_all_values_are_told_about_at_once() -> None:
 def test_values_at_the_ends_of_their_range_are_taken() -> None:
     for length, stride, fraction in itertools.product((2, 1 << 30), (1, None), (0, 1)):
         assert genome.check(Data(sequence_length=length, stride=stride, max_n_fraction=fraction)) == []
+
+
+def test_a_planned_genome_is_opened_again_without_reading_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fasta = tmp_path / "genome.fa"
+    fasta.write_bytes(b">a\n" + b"ACGT" * 20 + b"\n")
+    data = Data(fasta=str(fasta), sequence_length=16, validation=0.2)
+    planned = genome.load(data)
+    monkeypatch.setattr(cache, "file_digest", lambda *_: pytest.fail("the file was read"))
+    again = genome.reopen(data, planned.entries, planned.fingerprint)
+    assert (again.train, again.validation, again.fingerprint) == (
+        planned.train,
+        planned.validation,
+        planned.fingerprint,
+    )
+
+
+def test_a_genome_that_changed_since_it_was_planned_is_refused(tmp_path: Path) -> None:
+    fasta = tmp_path / "genome.fa"
+    fasta.write_bytes(b">a\n" + b"ACGT" * 20 + b"\n")
+    data = Data(fasta=str(fasta), sequence_length=16)
+    planned = genome.load(data)
+    shutil.rmtree(Path(planned.entries[0]).parent)
+    assert genome.reopen(data, planned.entries, planned.fingerprint).train == planned.train, "read anew"
+    shutil.rmtree(Path(planned.entries[0]).parent)
+    fasta.write_bytes(b">a\n" + b"ACGA" * 20 + b"\n")
+    with pytest.raises(RequestError, match="no longer those that the run was planned with"):
+        genome.reopen(data, planned.entries, planned.fingerprint)
