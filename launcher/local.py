@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,19 +213,33 @@ class _Guard:
 
 
 @contextmanager
+def interruptible() -> Iterator[None]:
+    """Signals to stop raise RunInterruptedError while inside, except during ``run``, which ends its ranks first."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise RunInterruptedError(signal.Signals(number).name)
+
+    with _handled_by(interrupt):
+        yield
+
+
+@contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals to stop that came while inside, in order; one that was ignored before stays ignored."""
+    """The signals to stop that came while inside, in order."""
     caught: list[signal.Signals] = []
+    with _handled_by(lambda number, _: caught.append(signal.Signals(number))):
+        yield caught
 
-    def note(number: int, _: FrameType | None) -> None:
-        caught.append(signal.Signals(number))
 
+@contextmanager
+def _handled_by(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """``note`` is called on the signals to stop while inside; one that was ignored before stays ignored."""
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {number: signal.getsignal(number) for number in stops if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, note)
     try:
-        yield caught
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

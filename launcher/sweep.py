@@ -173,6 +173,8 @@ def _check_together(jobs: list[Job]) -> None:
 
 
 def _run_all(points: list[Point], folder: Path) -> None:
+    from launcher import local  # not needed to plan
+
     ledger = Ledger(folder)
     ledger.create()
     print(f"sweep directory {folder}", flush=True)
@@ -181,19 +183,24 @@ def _run_all(points: list[Point], folder: Path) -> None:
             ledger.record(point, "invalid", reason="; ".join(point.faults))
         else:
             ledger.record(point, "pending")
-    failed = []
     runnable = [point for point in points if point.job is not None]
-    for position, point in enumerate(runnable):
-        print(f"{point}, {position + 1} of {len(runnable)}", flush=True)
-        try:
-            _run(point, ledger)
-        except RunInterruptedError as error:
-            for later in runnable[position + 1 :]:
-                ledger.record(later, "stopped", reason=f"not started: {error}")
-            raise
-        except (RequestError, RunError) as error:
-            print(f"{point} failed: {error}", file=sys.stderr, flush=True)
-            failed.append(point)
+    waiting, failed = list(runnable), []
+    try:
+        with local.interruptible():
+            while waiting:
+                point = waiting.pop(0)
+                print(f"{point}, {len(runnable) - len(waiting)} of {len(runnable)}", flush=True)
+                try:
+                    _run(point, ledger)
+                except RunInterruptedError:
+                    raise
+                except (RequestError, RunError) as error:
+                    print(f"{point} failed: {error}", file=sys.stderr, flush=True)
+                    failed.append(point)
+    except RunInterruptedError as error:
+        for point in waiting:
+            ledger.record(point, "stopped", reason=f"not started: {error}")
+        raise
     if failed:
         names = "; ".join(map(str, failed))
         raise RunError(f"{len(failed)} of {len(runnable)} points failed: {names}; ledger: {ledger.path}")

@@ -245,6 +245,34 @@ def test_a_signal_stops_the_sweep_and_the_ledger_says_so(tmp_path: Path, number:
     assert not Path("sweep/0002").exists()
 
 
+BETWEEN = """
+import sys, time
+from pathlib import Path
+from launcher import local, progress
+from launcher.__main__ import main
+def wait(run_dir):
+    Path("waits").touch()
+    time.sleep(600)
+progress.print_summary = wait
+local.WORKER = (sys.executable, "-S", sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_between_two_points_is_in_the_ledger_too(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", BETWEEN, str(tmp_path / "worker.py"), *SWEEP, "seed=1,2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not Path("waits").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=15)
+    assert error == f"stopped by {number.name}\n"
+    assert states() == ["stopped", "stopped"]
+
+
 class Halving(Sweeper):
     """A sweeper that chooses its points while it runs: it halves the seed until the value does not fall."""
 
