@@ -1,7 +1,9 @@
 """What would run, worked out before anything starts: the cut, the steps, the horizon, the DeepSpeed JSON."""
 
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -38,7 +40,7 @@ def make(config: Config) -> Plan:
 
     Raises RequestError with every fault that was found.
     """
-    faults = validate.check(config) + deepspeed_json.check(config) + _check_nvme(config)
+    faults = validate.check(config) + deepspeed_json.check(config) + _check_packages(config) + _check_nvme(config)
 
     def attempt(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
         try:
@@ -68,6 +70,15 @@ def make(config: Config) -> Plan:
         expanded = os.path.expandvars(config.offload.nvme_path)
         config = replace(config, offload=replace(config.offload, nvme_path=expanded))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)
+
+
+def _check_packages(config: Config) -> list[str]:
+    """What the ranks import has to be installed where they run; a plan can be made without."""
+    needed = [] if config.mode is Mode.PLAN else ["torch", "deepspeed", "transformers"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if not missing:
+        return []
+    return [f"training needs {', '.join(missing)}, not installed for {sys.executable}: pip install 'okazaki[train]'"]
 
 
 def _check_nvme(config: Config) -> list[str]:
