@@ -37,8 +37,8 @@ class Task:
         }
 
 
-def open_task(config: Config, planned: Mapping[str, Any] | None = None) -> Task:
-    """The task of a run; ``planned`` is what its plan says about the data, so that the genome need not be read again.
+def open_task(config: Config, planned: Mapping[str, Any]) -> Task:
+    """The task of a run; ``planned`` is what ``plan.json`` says about its data.
 
     Raises RequestError for a ``_target_`` or argument that cannot be, as far as the launcher could not tell.
     """
@@ -48,7 +48,7 @@ def open_task(config: Config, planned: Mapping[str, Any] | None = None) -> Task:
         objective = Custom(models.call("loss", config.loss))
         validation = None if data.validation is None else _dataset("data.validation", data.validation)
         return Task(_dataset("data", data), validation, objective, predicts_bases=False, read=None)
-    read = genome.reopen(data, planned["cache"], planned["fingerprint"]) if planned else genome.load(data)
+    read = genome.reopen(data, planned["cache"], planned["fingerprint"])
     return Task(
         train=GenomeSource(read.train, data, reverse_complement=data.reverse_complement),
         validation=GenomeSource(read.validation, data, reverse_complement=False) if read.validation else None,

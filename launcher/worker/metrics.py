@@ -40,7 +40,7 @@ class TensorBoard:
 
     def log(self, values: Values) -> None:
         for name, value in _numbers(values).items():
-            self._writer.add_scalar(f"{values['kind']}/{name}", value, values["step"])
+            self._writer.add_scalar(name, value, values["step"])
 
     def finish(self, summary: Values) -> None:
         self._writer.close()
@@ -69,11 +69,11 @@ class WandB:
             settings=wandb.Settings(init_timeout=self.TIMEOUT_S, console="off", silent=True),
         )
         for file in (run_dir.config, run_dir.deepspeed, run_dir.plan):
-            self._run.save(str(file), base_path=str(run_dir.path), policy="now")
+            # Below the name of the run: at the top wandb writes a config.yaml of its own, through a link to ours.
+            self._run.save(str(file), base_path=str(run_dir.path.parent), policy="now")
 
     def log(self, values: Values) -> None:
-        prefix = "" if values["kind"] == "train" else "eval/"
-        self._run.log({f"{prefix}{name}": value for name, value in _numbers(values).items()}, step=values["step"])
+        self._run.log(_numbers(values), step=values["step"])
 
     def finish(self, summary: Values) -> None:
         self._run.summary.update(dict(summary))
@@ -86,8 +86,8 @@ def _has_wandb_key() -> bool:
         return True
     server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
-        return netrc.netrc().authenticators(str(server)) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(server)) is not None
+    except (OSError, netrc.NetrcParseError):
         return False
 
 
@@ -121,8 +121,10 @@ def now() -> float:
 
 
 def _numbers(values: Values) -> dict[str, float]:
+    """What trackers plot by optimizer step, under the names of ``metrics.jsonl``; evaluations as ``eval_...``."""
+    prefix = "" if values["kind"] == "train" else "eval_"
     return {
-        name: value
+        prefix + name.removeprefix(prefix): value
         for name, value in values.items()
         if isinstance(value, int | float) and name not in ("step", "time", "attempt")
     }

@@ -82,7 +82,7 @@ def call(key: str, request: Call) -> Any:
 def _reported(key: str, request: Call) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise RequestError(f"{key}._target_={request.target}: {error}") from error
 
 

@@ -111,9 +111,9 @@ class Trainer:
         self.skips_in_a_row = 0 if outcome.update.applied else self.skips_in_a_row + 1
         if self.skips_in_a_row >= self.config.train.max_consecutive_skips:
             raise RunError(
-                f"step {number + 1} is the {self.skips_in_a_row}. in a row without an update "
-                f"(loss {outcome.loss}, gradient norm {outcome.update.grad_norm}; "
-                f"train.max_consecutive_skips={self.config.train.max_consecutive_skips})"
+                f"no update could be applied in {self.skips_in_a_row} steps in a row, up to step {number + 1}: "
+                f"{'loss or gradients are not finite' if outcome.weight.weight else 'no base is a target'} "
+                f"(train.max_consecutive_skips={self.config.train.max_consecutive_skips})"
             )
 
     def _evaluate(self, done: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from launcher.schema import (
     Checkpoint,
     Config,
     Data,
+    Dtype,
     LrSchedule,
     Optimizer,
     Train,
@@ -68,9 +70,9 @@ def cut(config: Config, ranks: int, accumulation: int) -> Config:
 
 def train(rank: Rank, config: Config, folder: Path) -> dict[str, Any]:
     """One rank of a whole run in an existing process group: metrics, final fp32 weights, initial weights, summary."""
-    import deepspeed.utils
     import torch.distributed as dist
 
+    from launcher.worker import build
     from launcher.worker.data import open_task
     from launcher.worker.train import Trainer
 
@@ -80,30 +82,45 @@ def train(rank: Rank, config: Config, folder: Path) -> dict[str, Any]:
         folder.mkdir(parents=True)
         run_dir.logs.mkdir()
         run_dir.write_files({"config.yaml": decode.dump(config), **plan.files(planned)})
+    build.build(build.needed(planned.deepspeed.values), print)
     dist.barrier()
-    trainer = Trainer(config, planned.cut, planned.deepspeed.values, rank, run_dir, open_task(config))
+    task = open_task(config, plan.summary(planned)["data"])
+    trainer = Trainer(config, planned.cut, planned.deepspeed.values, rank, run_dir, task)
     summary = trainer.train()
-    module = trainer.engine.deepspeed.module
-    weights = {
-        name: deepspeed.utils.safe_get_full_fp32_param(parameter).numpy()
-        if trainer.engine.deepspeed.zero_optimization() or trainer.engine.deepspeed.bfloat16_enabled()
-        else parameter.detach().float().numpy()
-        for name, parameter in module.named_parameters()
-    }
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()] if rank.is_first else []
-    return {"lines": lines, "weights": weights, "summary": summary}
+    return {"lines": lines, "weights": _masters(trainer.engine.deepspeed), "summary": summary}
+
+
+def _masters(engine: Any) -> dict[str, np.ndarray]:
+    """The fp32 weights of an engine by name, gathered from wherever DeepSpeed keeps them."""
+    import deepspeed.utils
+
+    def master(parameter: torch.nn.Parameter) -> torch.Tensor:
+        if engine.zero_optimization():
+            return deepspeed.utils.safe_get_full_fp32_param(parameter)
+        if engine.bfloat16_enabled():
+            optimizer = engine.optimizer
+            pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+            return next(full for half, full in pairs if half is parameter)
+        return parameter
+
+    return {name: master(parameter).detach().clone().numpy() for name, parameter in engine.module.named_parameters()}
 
 
 def reference(config: Config) -> dict[str, Any]:
     """The same run as one process that sees every global batch whole, in plain torch.
 
-    Shares with the program only the initial weights, which sequences make up a step, and the windows' bytes.
+    Shares with the program only the initial weights, which sequences make up a step, and the windows' bytes. For a
+    run in bf16 the weights start rounded, and all else is fp32 still: what the run would be without rounding.
     """
     from launcher.worker import models
 
     assert isinstance(config.data, Data)
     read = genome.load(config.data)
     model = models.build(config.model, config.seed, {"zero_optimization": {"stage": 0}})
+    if config.precision.dtype is Dtype.BF16:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     initial = {name: parameter.detach().clone().numpy() for name, parameter in model.named_parameters()}
     plain = [p for n, p in model.named_parameters() if p.dim() == 1 or "embed" in n]
     matrices = [p for n, p in model.named_parameters() if not (p.dim() == 1 or "embed" in n)]

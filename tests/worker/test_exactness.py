@@ -1,94 +1,169 @@
-"""The heart: every cut of one global batch gives the update of one process that sees the whole batch at once."""
+"""The heart: every cut of one global batch gives the update of one process that sees the whole batch at once.
+
+``python -m tests.worker.test_exactness`` prints the table of docs/exactness.md.
+"""
 
 import itertools
-from dataclasses import replace
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.ranks import Rank
-from launcher.schema import Config
+from launcher.schema import Config, Device, Dtype, Offload, Precision
 from tests.ranks import on_ranks
 from tests.worker import runs
 
 pytestmark = pytest.mark.ranks
 
 STAGES, ACCUMULATIONS, RANKS = (0, 1, 2, 3), (1, 2, 4, 8), (1, 2)
-FP32_BOUND = 1e-6
-"""Relative parameter error after 10 steps, and of the loss and gradient-norm series: rounding of fp32 alone."""
 
-Cell = tuple[int, int, float | None]
+Errors = dict[str, float]
+
+BOUNDS: dict[Dtype, Errors] = {
+    # Rounding of fp32 alone.
+    Dtype.FP32: {"parameters": 1e-6, "loss": 1e-6, "grad_norm": 1e-6},
+    Dtype.BF16: {"parameters": 1e-3, "loss": 1e-3, "grad_norm": 5e-3},
+}
+"""Relative errors: of the parameters after 10 steps, and the largest of the loss and gradient-norm series."""
 
 
-def configure(stage: int, ranks: int, accumulation: int, clipping: float | None) -> Config:
-    config = runs.cut(runs.BASE, ranks, accumulation)
-    return replace(
-        config,
-        zero=replace(config.zero, stage=stage),
-        train=replace(config.train, gradient_clipping=clipping),
-    )
+@dataclass(frozen=True)
+class Cell:
+    ranks: int
+    stage: int
+    accumulation: int
+    clipping: float | None = 1.0
+    dtype: Dtype = Dtype.FP32
+    optimizer: Device = Device.NONE
+    parameters: Device = Device.NONE
+
+    def __str__(self) -> str:
+        offloaded = [device.value for device in (self.optimizer, self.parameters) if device is not Device.NONE]
+        return "-".join(
+            [
+                f"stage{self.stage}",
+                f"gas{self.accumulation}",
+                f"ranks{self.ranks}",
+                "clipped" if self.clipping else "unclipped",
+                *(["bf16"] if self.dtype is Dtype.BF16 else []),
+                *offloaded,
+            ]
+        )
+
+    def config(self, nvme: Path) -> Config:
+        config = runs.cut(runs.BASE, self.ranks, self.accumulation)
+        offload = Offload(self.optimizer, self.parameters, str(nvme) if self.optimizer is Device.NVME else None)
+        # What DeepSpeed sums bf16 gradients in at stage 0.
+        sums = self.dtype if self.stage == 0 else Dtype.FP32
+        return replace(
+            config,
+            zero=replace(config.zero, stage=self.stage),
+            train=replace(config.train, gradient_clipping=self.clipping),
+            offload=offload,
+            precision=Precision(dtype=self.dtype, grad_accum_dtype=sums),
+        )
+
+
+CELLS = [
+    *(
+        Cell(ranks, stage, accumulation, clipping)
+        for stage, accumulation, ranks, clipping in itertools.product(STAGES, ACCUMULATIONS, RANKS, (1.0, None))
+    ),
+    Cell(2, 2, 4, optimizer=Device.CPU),
+    Cell(2, 3, 4, optimizer=Device.CPU, parameters=Device.CPU),
+    Cell(2, 3, 4, optimizer=Device.NVME, parameters=Device.NVME),
+    *(Cell(ranks, stage, 4, dtype=Dtype.BF16) for stage in STAGES for ranks in RANKS),
+]
 
 
 def train_cells(rank: Rank, cells: list[Cell], folder: Path) -> list[dict[str, Any]]:
     """All the cells one after another in one process group; starting one costs more than training."""
-    return [
-        runs.train(rank, configure(stage, rank.world_size, accumulation, clipping), folder / f"{number}")
-        for number, (stage, accumulation, clipping) in enumerate(cells)
-    ]
+    return [runs.train(rank, cell.config(folder), folder / str(cell)) for cell in cells]
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[float | None, dict[str, Any]]:
-    return {clipping: runs.reference(configure(0, 1, 1, clipping)) for clipping in (1.0, None)}
+def train_all(cells: Iterable[Cell], folder: Path) -> dict[Cell, dict[str, Any]]:
+    results = {}
+    for ranks in RANKS:
+        chosen = [cell for cell in cells if cell.ranks == ranks]
+        results |= dict(zip(chosen, on_ranks(ranks, train_cells, chosen, folder, timeout=1200)[0], strict=True))
+    return results
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, Cell], dict[str, Any]]:
-    cells: list[Cell] = list(itertools.product(STAGES, ACCUMULATIONS, (1.0, None)))
+def references(folder: Path) -> dict[tuple[float | None, Dtype], dict[str, Any]]:
+    wholes = ((1.0, Dtype.FP32), (None, Dtype.FP32), (1.0, Dtype.BF16))
     return {
-        (ranks, cell): result
-        for ranks in RANKS
-        for cell, result in zip(
-            cells, on_ranks(ranks, train_cells, cells, tmp_path_factory.mktemp(f"ranks{ranks}"))[0], strict=True
-        )
+        (clipping, dtype): runs.reference(Cell(1, 1, 1, clipping, dtype).config(folder)) for clipping, dtype in wholes
     }
 
 
-@pytest.mark.parametrize("clipping", [1.0, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_cut_gives_the_update_of_the_whole_batch(
-    trained: dict[tuple[int, Cell], dict[str, Any]],
-    references: dict[float | None, dict[str, Any]],
-    stage: int,
-    accumulation: int,
-    ranks: int,
-    clipping: float | None,
-    record_property: Any,
-) -> None:
-    ours, whole = trained[ranks, (stage, accumulation, clipping)], references[clipping]
-    errors = {
+def errors(ours: dict[str, Any], whole: dict[str, Any]) -> Errors:
+    return {
         "parameters": runs.relative_error(ours["weights"], whole["weights"]),
         "loss": runs.series_error([line["loss"] for line in train_lines(ours)], whole["loss"]),
         "grad_norm": runs.series_error([line["grad_norm"] for line in train_lines(ours)], whole["grad_norm"]),
     }
-    for name, error in errors.items():
-        record_property(name, error)
-    assert max(errors.values()) <= FP32_BOUND, errors
-    assert [line["tokens"] for line in train_lines(ours)] == whole["tokens"]
-    assert {line["gradient_accumulation_steps"] for line in train_lines(ours)} == {accumulation}
 
 
-def test_the_reference_moves_and_the_batches_are_unequal(references: dict[float | None, dict[str, Any]]) -> None:
+def train_lines(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line for line in result["lines"] if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[float | None, Dtype], dict[str, Any]]:
+    return references(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, dict[str, Any]]:
+    return train_all(CELLS, tmp_path_factory.mktemp("cells"))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_cut_gives_the_update_of_the_whole_batch(
+    trained: dict[Cell, dict[str, Any]], whole: dict[tuple[float | None, Dtype], dict[str, Any]], cell: Cell
+) -> None:
+    ours, reference = trained[cell], whole[cell.clipping, cell.dtype]
+    found, bounds = errors(ours, reference), BOUNDS[cell.dtype]
+    assert all(found[name] <= bounds[name] for name in bounds), found
+    assert [line["tokens"] for line in train_lines(ours)] == reference["tokens"]
+    assert {line["gradient_accumulation_steps"] for line in train_lines(ours)} == {cell.accumulation}
+
+
+def test_the_reference_moves_and_the_batches_are_unequal(
+    whole: dict[tuple[float | None, Dtype], dict[str, Any]],
+) -> None:
     """Otherwise agreement would prove nothing: weights must move, clipping must bite, token counts must differ."""
-    clipped, unclipped = references[1.0], references[None]
+    clipped, unclipped, bf16 = whole[1.0, Dtype.FP32], whole[None, Dtype.FP32], whole[1.0, Dtype.BF16]
     assert runs.relative_error(unclipped["weights"], unclipped["initial"]) > 1e-2
+    assert runs.relative_error(bf16["weights"], bf16["initial"]) > 1e-2
     assert min(clipped["grad_norm"]) > 1.0
     assert len(set(clipped["tokens"])) > 5
     assert runs.relative_error(clipped["weights"], unclipped["weights"]) > 1e-5
 
 
-def train_lines(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [line for line in result["lines"] if line["kind"] == "train"]
+def print_table() -> None:
+    """The largest errors over the cells that a row sums up."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trained, whole = train_all(CELLS, folder), references(folder)
+    found = {cell: errors(trained[cell], whole[cell.clipping, cell.dtype]) for cell in CELLS}
+    plain = [cell for cell in CELLS if cell.dtype is Dtype.FP32 and cell.optimizer is Device.NONE]
+    rows = {
+        f"fp32, stage {stage}, {ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation}": [
+            cell for cell in plain if (cell.stage, cell.ranks, cell.accumulation) == (stage, ranks, accumulation)
+        ]
+        for stage, ranks, accumulation in itertools.product(STAGES, RANKS, ACCUMULATIONS)
+    }
+    rows |= {str(cell): [cell] for cell in CELLS if cell not in plain}
+    print("| cut | parameters | loss | gradient norm |\n|---|---|---|---|")
+    for row, cells in rows.items():
+        largest = [max(found[cell][name] for cell in cells) for name in ("parameters", "loss", "grad_norm")]
+        print(f"| {row} | {' | '.join(f'{error:.1e}' for error in largest)} |")
+
+
+if __name__ == "__main__":
+    print_table()
