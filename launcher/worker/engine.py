@@ -44,13 +44,11 @@ class Engine:
     """A DeepSpeed engine whose window ends after ``gradient_accumulation_steps`` backward passes."""
 
     def __init__(self, model: nn.Module, values: Mapping[str, Any], weight_decay: float) -> None:
-        constants = {name: buffer.clone() for name, buffer in _derived_buffers(model).items()}
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             model_parameters=models.parameter_groups(model, weight_decay),
             config=dict(values),
         )
-        _restore(self.deepspeed.module, constants)
         _forget_initialisation_step(self.deepspeed.optimizer)
         self._clipping = float(values["gradient_clipping"])
         self._data_parallel_size = self.deepspeed.dp_world_size
@@ -103,24 +101,6 @@ class Engine:
             return Update(None, None, applied)
         clipped = norm * min(1.0, self._clipping / (norm + 1e-6)) if self._clipping > 0 else norm
         return Update(norm, clipped, applied)
-
-
-def _derived_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Floating-point buffers that are no part of the state, such as the frequencies of rotary embeddings."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set and buffer.is_floating_point()
-    }
-
-
-def _restore(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
-    """DeepSpeed casts buffers with the weights; in bf16 rotary positions beyond a few hundred would fall together."""
-    for name, value in constants.items():
-        prefix, _, own_name = name.rpartition(".")
-        module = model.get_submodule(prefix)
-        setattr(module, own_name, value.to(getattr(module, own_name).device))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from launcher.errors import RequestError, nearest
@@ -82,8 +83,8 @@ def call(key: str, request: Call) -> Any:
 def _reported(key: str, request: Call) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, OSError) as error:
-        raise RequestError(f"{key}._target_={request.target}: {error}") from error
+    except (TypeError, ValueError, OSError, ArithmeticError, StrictDataclassError) as error:
+        raise RequestError(f"{key}._target_={request.target}: {' '.join(str(error).split())}") from error
 
 
 def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.Module:
@@ -110,9 +111,12 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
         model = make()
     if not isinstance(model, nn.Module):
         raise RequestError(f"model._target_={request.target}: it makes a {type(model).__name__}, not a torch.nn.Module")
+    if partitioned:
+        _keep_derived_buffers_exact(model)
     if hasattr(model, "_init_weights"):
-        _initialise(model, model, "", seed)
+        _initialise(model, model, "", seed, set())
     if stage == 3 and not partitioned:
+        _cast(model, deepspeed_values)
         # Here and not in deepspeed.initialize, which would keep parameters on NVMe in bf16 where the CPU knows no fp16.
         deepspeed.zero.Init(module=model, config_dict_or_path=dict(deepspeed_values))
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -147,26 +151,49 @@ def checkpoint_activations(model: nn.Module) -> None:
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+def _keep_derived_buffers_exact(model: nn.Module) -> None:
+    """zero.Init makes every floating-point tensor in the compute type; ``_init_weights`` derives these again."""
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
+
+
+def _cast(model: nn.Module, deepspeed_values: Mapping[str, Any]) -> None:
+    """As DeepSpeed casts the weights of a model that it finds whole."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if deepspeed_values[name]["enabled"]:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+
+
 @torch.no_grad()
-def _initialise(model: nn.Module, owner: nn.Module, name: str, seed: int) -> None:
+def _initialise(model: nn.Module, owner: nn.Module, name: str, seed: int, drawn: set[nn.Parameter]) -> None:
     """Children first, as Hugging Face does; ``owner`` is the innermost enclosing model with ``_init_weights``.
 
     A module is gathered with its direct children, since some architectures scale a child's weight in its parent.
     """
     for child_name, child in model.named_children():
         child_owner = child if hasattr(child, "_init_weights") else owner
-        _initialise(child, child_owner, f"{name}.{child_name}", seed)
+        _initialise(child, child_owner, f"{name}.{child_name}", seed, drawn)
     near = [parameter for module in (model, *model.children()) for parameter in module.parameters(recurse=False)]
     with deepspeed.zero.GatheredParameters(list(dict.fromkeys(near)), modifier_rank=0):
         # The name and not the place of a module: the draw of one does not move those of the others.
         torch.manual_seed(int(mix(*np.array([seed, *name.encode()], dtype=np.uint64))) >> 1)
+        # A tied weight stays what its first module made it, as in the library, which ties after drawing.
+        tied = {parameter: parameter.clone() for parameter in model.parameters(recurse=False) if parameter in drawn}
         owner._init_weights(model)
+        for parameter, value in tied.items():
+            parameter.copy_(value)
+    drawn.update(model.parameters(recurse=False))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups: matrices, which decay, and norms, biases and embeddings, which do not.
 
-    A tied weight counts as what it is first named as; parameters that do not require a gradient are in neither.
+    A tied embedding counts as an embedding under every name; parameters that do not require a gradient are in neither.
     """
     embeddings = {
         parameter

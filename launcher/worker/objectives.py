@@ -103,7 +103,7 @@ class Custom:
     def weigh(self, batch: Batch) -> Weight:
         labels = batch.get("labels")
         whole = isinstance(labels, Tensor) and not labels.is_floating_point()
-        counted = int((labels != IGNORED).sum()) if whole else len(labels if labels is not None else batch["inputs"])
+        counted = int((labels != IGNORED).sum()) if whole else _length(batch["inputs"] if labels is None else labels)
         weight = float(self._loss.weight(batch)) if hasattr(self._loss, "weight") else float(counted)
         return Weight(weight=weight, tokens=counted)
 
@@ -123,3 +123,10 @@ def _logits(output: Any) -> Tensor:
     """Hugging Face models wrap them."""
     logits: Tensor = getattr(output, "logits", output)
     return logits
+
+
+def _length(values: Any) -> int:
+    """How many sequences a collated value holds."""
+    while isinstance(values, dict):
+        values = next(iter(values.values()))
+    return len(values)

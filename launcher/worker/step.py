@@ -50,11 +50,13 @@ def evaluate(engine: Engine, objective: Objective, shares: Iterable[Share]) -> t
     engine.module.eval()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     weight = Weight()
-    for share in shares:
-        weight += share.weight
-        for micro_batch in share.micro_batches:
-            total += _loss(engine, objective, micro_batch)
-    engine.module.train()
+    try:
+        for share in shares:
+            weight += share.weight
+            for micro_batch in share.micro_batches:
+                total += _loss(engine, objective, micro_batch)
+    finally:
+        engine.module.train()
     weight = _over_ranks(weight, engine.device)
     (loss_sum,) = distributed.sum_over_ranks([total.item()], engine.device)
     mean = loss_sum / weight.weight if weight.weight else math.nan
