@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,9 @@ from launcher.schema import Config, CustomData, Data, Device, Mode
 from launcher.steps import Steps
 
 Result = TypeVar("Result")
+
+MAX_WIDTH = 200
+"""Columns of a plan that is printed to a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -184,49 +187,50 @@ def files(plan: Plan) -> dict[str, str]:
 
 def render(plan: Plan, run_dir: object) -> None:
     """Print the plan for a person."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = MAX_WIDTH  # a pipe is of no width; keys are long
     facts = summary(plan)
     cut, run, rate, data = facts["batch"], facts["run"], facts["learning_rate"], facts["data"]
-    window = f"window ({_count(cut['gradient_accumulation_steps'], 'accumulation step')}, one rank)"
-    print(f"{plan.config.name} on {_count(plan.num_ranks, 'rank')}\n\nThe cut")
-    _print_table(
-        ("", "sequences", "bases"),
-        ("micro-batch (one rank, one pass)", _number(cut["micro_batch_size"]), _number(cut["bases_per_micro_batch"])),
-        (window, _number(cut["sequences_per_window"]), _number(cut["bases_per_window"])),
+    console.print(f"[bold]{plan.config.name}[/bold] on {_count(plan.num_ranks, 'rank')}")
+    table = Table("", "sequences", "bases", box=box.SIMPLE_HEAD, title="The cut", title_justify="left")
+    rows = (
+        ("micro-batch (one rank, one pass)", cut["micro_batch_size"], cut["bases_per_micro_batch"]),
         (
-            f"optimizer step ({_count(plan.num_ranks, 'rank')})",
-            _number(cut["train_batch_size"]),
-            _number(cut["bases_per_step"]),
+            f"window ({_count(cut['gradient_accumulation_steps'], 'accumulation step')}, one rank)",
+            cut["sequences_per_window"],
+            cut["bases_per_window"],
         ),
+        (f"optimizer step ({_count(plan.num_ranks, 'rank')})", cut["train_batch_size"], cut["bases_per_step"]),
     )
-    print(
+    for label, *numbers in rows:
+        table.add_row(label, *map(_number, numbers))
+    console.print(table)
+    console.print(
         f"run            {_number(run['num_steps'])} optimizer steps, {_number(run['epochs'])} epochs, "
         f"tail={run['tail']}"
     )
-    print(
+    console.print(
         f"data           {_number(data['train_sequences'])} training and {_number(data['validation_sequences'])} "
         "validation sequences"
     )
-    print(
+    console.print(
         f"learning rate  {rate['schedule']}: {_number(rate['first'])} first, {_number(rate['peak'])} after "
         f"{rate['warmup_steps']} warm-up steps, {_number(rate['last'])} in the last; "
         f"horizon {_number(rate['horizon_steps'])} optimizer steps"
     )
-    print(f"run directory  {run_dir}\n\ndeepspeed.json")
-    rows = []
+    console.print(f"run directory  {run_dir}", soft_wrap=True)
+    table = Table("key", "value", "set by", box=box.SIMPLE_HEAD, title="deepspeed.json", title_justify="left")
     for key, source in plan.deepspeed.sources.items():
         value: Any = plan.deepspeed.values
         for part in key.split("."):
             value = value[part]
-        rows.append((key, json.dumps(value), source))
-    _print_table(("key", "value", "set by"), *rows)
-
-
-def _print_table(*rows: Sequence[str]) -> None:
-    """Columns as wide as they need to be; the first row is the heading. Rich would take a tenth of planning's time."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
-        print("  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print()
+        table.add_row(key, json.dumps(value), source)
+    console.print(table)
 
 
 def _learning_rate(config: Config, step: int, num_steps: int | None) -> float | None:

@@ -70,6 +70,14 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
 
+    def begin_window(self) -> None:
+        """Make the gradients that live until the window ends: made by the first backward pass, they would lie among its
+        activations and keep the heap of a CPU rank from using that space again."""
+        if self.deepspeed.zero_optimization_stage() < 2:
+            for parameter in self.deepspeed.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
     def backward(self, loss_sum: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of ``loss_sum / weight``, where ``weight`` is that of the whole global batch.
 

@@ -31,11 +31,13 @@ def train_step(engine: Engine, objective: Objective, share: Share, learning_rate
     if weight.weight == 0:
         return Outcome(None, weight, Update(None, None, applied=False))
     engine.set_learning_rate(learning_rate)
+    engine.begin_window()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for number, micro_batch in enumerate(share.micro_batches, start=1):
         loss = _loss(engine, objective, micro_batch)
         total += loss.detach()
         engine.backward(loss, weight.weight)
+        del loss  # and with it what autograd still holds, before the next micro-batch needs the space
         if number < len(share.micro_batches):
             engine.end_micro_batch()
     update = engine.end_window()
