@@ -227,18 +227,23 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_a_signal_stops_the_sweep_and_the_ledger_says_so(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-c", DRIVER, str(tmp_path / "worker.py"), *SWEEP, "seed=1,99,2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def stopped(number: signal.Signals, sign: str, driver: str, *argv: str) -> int:
+    """The exit code of a sweep that is sent a signal once the file ``sign`` is there."""
+    process = subprocess.Popen([sys.executable, "-c", driver, *argv], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
-    while not Path("sweep/0001/waits").exists():
+    while not Path(sign).exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
     _, error = process.communicate(timeout=15)
-    assert process.returncode == code
     assert error == f"stopped by {number.name}\n"
+    return process.returncode
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
+def test_a_signal_stops_the_sweep_and_the_ledger_says_so(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    argv = [str(tmp_path / "worker.py"), *SWEEP, "seed=1,99,2"]
+    assert stopped(number, "sweep/0001/waits", DRIVER, *argv) == code
     assert states() == ["completed", "stopped", "stopped"]
     assert ledger()[1]["reason"] == f"stopped by {number.name}"
     assert ledger()[2]["reason"] == f"not started: stopped by {number.name}"
@@ -259,17 +264,9 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_between_two_points_is_in_the_ledger_too(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-c", BETWEEN, str(tmp_path / "worker.py"), *SWEEP, "seed=1,2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not Path("waits").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=15)
-    assert error == f"stopped by {number.name}\n"
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGHUP, 1)])
+def test_a_signal_between_two_points_is_in_the_ledger_too(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    assert stopped(number, "waits", BETWEEN, str(tmp_path / "worker.py"), *SWEEP, "seed=1,2") == code
     assert states() == ["stopped", "stopped"]
 
 
