@@ -151,14 +151,16 @@ def print_table() -> None:
         folder = Path(name)
         trained, whole = train_all(CELLS, folder), references(folder)
     found = {cell: errors(trained[cell], whole[cell.clipping, cell.dtype]) for cell in CELLS}
-    plain = [cell for cell in CELLS if cell.dtype is Dtype.FP32 and cell.optimizer is Device.NONE]
-    rows = {
-        f"fp32, stage {stage}, {ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation}": [
-            cell for cell in plain if (cell.stage, cell.ranks, cell.accumulation) == (stage, ranks, accumulation)
-        ]
-        for stage, ranks, accumulation in itertools.product(STAGES, RANKS, ACCUMULATIONS)
-    }
-    rows |= {str(cell): [cell] for cell in CELLS if cell not in plain}
+    rows: dict[str, list[Cell]] = {}
+    for cell in CELLS:
+        offloaded = "".join(
+            f", {what} on {device.value}"
+            for what, device in (("states", cell.optimizer), ("parameters", cell.parameters))
+            if device is not Device.NONE
+        )
+        ranks = f"{cell.ranks} rank{'s' * (cell.ranks > 1)}"
+        row = f"{cell.dtype.value}, stage {cell.stage}, {ranks}, accumulation {cell.accumulation}{offloaded}"
+        rows.setdefault(row, []).append(cell)
     print("| cut | parameters | loss | gradient norm |\n|---|---|---|---|")
     for row, cells in rows.items():
         largest = [max(found[cell][name] for cell in cells) for name in ("parameters", "loss", "grad_norm")]
