@@ -67,7 +67,7 @@ class Composer:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._parser = _parser()
-        self._args = self._parser.parse_args(list(argv))
+        self._args = self._parser.parse_intermixed_args(list(argv))
         _refuse_together(self._args)
         _register()
         self._name: str = self._args.config_name or "config"

@@ -289,6 +289,13 @@ def _bool(value: Any, key: str) -> bool:
 
 
 def _int(value: Any, key: str) -> int:
+    number = _whole(value, key)
+    if not -(2**63) <= number < 2**63:
+        raise RequestError(f"{key}={show(value)}: it must fit into 64 bits")
+    return number
+
+
+def _whole(value: Any, key: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):

@@ -118,11 +118,21 @@ def _override(key: str, overrides: list[str]) -> str:
     return next((line for line in overrides if line.partition("=")[0] == key), key)
 
 
+def _not_a_node(match: re.Match[str], *_: object) -> str:
+    return f"{match['override']}: it must be a node of keys"
+
+
+def _still_missing(match: re.Match[str], *_: object) -> str:
+    return f"{match['key']}: it must be given, and is still ???"
+
+
 _TOLD: dict[str, Callable[[re.Match[str], list[str], str, ConfigLoader], str]] = {
     r"Config group override must be": _wrong_option_value,
     r"Could not override '([^']+)'\.\nTo append": _unknown_key,
     r"(?:In '(?P<file>[^']+)': )?Could not override '(?P<group>[^']+)'\. No match": _unused_choice,
     r"Multiple values for ([^ ]+)\.": _second_choice,
     r"([^ ]+) appears more than once": _second_choice,
+    r"Error merging override (?P<override>.*)": _not_a_node,
+    r".*Missing mandatory value: (?P<key>[^ \n]+)": _still_missing,
 }
 """The errors that Hydra tells by their text alone, and who tells them in its place."""

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -62,7 +63,8 @@ def make(config: Config) -> Plan:
             read = attempt(genome.load, config.data, keep=config.mode is not Mode.PLAN and not faults)
     counted = attempt(count_steps, config, cut, len(read.train) if read else None) if cut is not None else None
     # Without a cut the limit that is known still tells of a warm-up that is too long.
-    faults += lr.check(config.lr_schedule, counted if cut is not None else config.train.max_steps)
+    known = counted if cut is not None else config.train.max_steps
+    faults += lr.check(config.lr_schedule, known if known is None or known >= 1 else None)
     if faults:
         raise RequestError(*faults)
     assert cut is not None
@@ -95,8 +97,11 @@ def _check_nvme(config: Config) -> list[str]:
         return [] if told else [f"offload.nvme_path={path}: it stands for {folder}; it must be an absolute path"]
     if not os.path.isdir(folder):
         return [f"offload.nvme_path={path}: there is no such folder; make it, or name one on a local disk"]
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return [f"offload.nvme_path={path}: it cannot be written; name another folder on a local disk"]
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # root may write anywhere, as far as access rights tell
+    except OSError as error:
+        fault = f"it cannot be written ({error.strerror}); name another folder on a local disk"
+        return [f"offload.nvme_path={path}: {fault}"]
     return []
 
 

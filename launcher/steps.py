@@ -95,19 +95,14 @@ def count(
     """Optimizer steps of a run: the earliest of ``max_steps``, ``max_tokens`` and ``epochs``, of those that are set.
 
     ``num_sequences`` or ``sequence_length`` (bases) is None where only the job can know it; the answer is None if it
-    depends on that.
+    depends on that, or if a limit is below 1, which ``launcher.validate`` tells.
 
     Raises RequestError if no limit is set, or if one leaves no step at all.
     """
-    faults = [
-        f"train.{key}={value}: it must be at least 1"
-        for key, value in (("max_steps", train.max_steps), ("max_tokens", train.max_tokens), ("epochs", train.epochs))
-        if value is not None and value < 1
-    ]
-    if faults:
-        raise RequestError(*faults)
     if train.max_steps is None and train.max_tokens is None and train.epochs is None:
         raise RequestError("train.max_steps=null: set it, or train.max_tokens, or train.epochs")
+    if any(limit is not None and limit < 1 for limit in (train.max_steps, train.max_tokens, train.epochs)):
+        return None
     limits = [] if train.max_steps is None else [train.max_steps]
     if train.max_tokens is not None and sequence_length is None:
         raise RequestError(

@@ -72,6 +72,9 @@ def _check_train(config: Config) -> list[str]:
     train = config.train
     faults = []
     at_least_one: dict[str, Any] = {
+        "train.max_steps": train.max_steps,
+        "train.max_tokens": train.max_tokens,
+        "train.epochs": train.epochs,
         "train.eval_every": train.eval_every,
         "train.eval_batches": train.eval_batches,
         "train.log_every": train.log_every,

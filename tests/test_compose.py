@@ -67,6 +67,12 @@ def test_the_command_line_wins_over_the_experiment_in_any_order() -> None:
         assert composed["precision"]["dtype"] == "bf16"
 
 
+def test_options_may_stand_between_overrides(mine: Path) -> None:
+    argv = ["+experiment=dna_8k", "--config-dir", str(mine), "zero=stage2", "seed=3"]
+    composed = single(*argv).node
+    assert (composed["zero"]["stage"], composed["seed"]) == (2, 3)
+
+
 def test_null_unsets_and_hydras_plus_adds() -> None:
     composed = node("batch.train_batch_size=null", "+deepspeed.zero_optimization.foo=1", "+model.attention_dropout=0.1")
     assert composed["batch"]["train_batch_size"] is None
@@ -198,6 +204,9 @@ def test_hydra_s_resolver_works_in_keys_and_directories(tmp_path: Path) -> None:
             "hydra.runn.dir=x: there is no such key; nearest: hydra.run.dir, hydra.sweep.dir",
         ),
         ("~batch.nothing", "Could not delete from config. 'batch.nothing' does not exist."),
+        ("train=[1]", "train=[1]: it must be a node of keys"),
+        ("deepspeed=[]", "deepspeed=[]: it must be a node of keys"),
+        ("name=???", "name: it must be given, and is still ???"),
         # groups
         ("zero=stage9", "zero=stage9: there is no such option; nearest: stage3, stage2, stage1"),
         ("optimizer=lion", "optimizer=lion: there is no such option; there are: adamw, sgd"),

@@ -47,6 +47,7 @@ def test_integral_numbers_and_numeric_strings_become_integers(given: object, val
         ),
         ({"batch": {"train_batch_size": 8.5}}, "batch.train_batch_size=8.5: it must be an integer or null"),
         ({"batch": {"train_batch_size": "many"}}, "batch.train_batch_size=many: it must be an integer or null"),
+        ({"train": {"max_steps": 10**19}}, "train.max_steps=10000000000000000000: it must fit into 64 bits"),
         ({"batch": {"train_batch_size": True}}, "batch.train_batch_size=true: it must be an integer or null"),
         ({"seed": None}, "seed=null: it must be an integer"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr=fast: it must be a number"),

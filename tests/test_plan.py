@@ -138,3 +138,20 @@ def test_what_is_printed_holds_the_cut_the_horizon_and_who_set_each_key(capsys: 
         assert text in printed
     (line,) = [line for line in printed.splitlines() if "gradient_clipping" in line]
     assert line.split() == ["gradient_clipping", "1.0", "train.gradient_clipping"]
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": -1}, {"max_tokens": 0}, {"max_steps": 5, "epochs": -3}])
+@pytest.mark.parametrize(("size", "others"), [(12, []), (13, ["batch.train_batch_size"])])
+def test_a_limit_that_cannot_be_is_told_once_beside_the_other_faults(
+    limit: dict[str, int], size: int, others: list[str]
+) -> None:
+    config = replace(LAMBDA, train=Train(**limit), batch=replace(LAMBDA.batch, train_batch_size=size))
+    with pytest.raises(RequestError) as refused:
+        plan.make(config)
+    assert [line.split("=")[0] for line in refused.value.faults] == [f"train.{list(limit)[-1]}", *others]
+
+
+def test_an_nvme_path_that_cannot_be_written_is_refused_for_root_too() -> None:
+    config = replace(LAMBDA, zero=Zero(stage=3), offload=Offload(optimizer=Device.NVME, nvme_path="/proc"))
+    with pytest.raises(RequestError, match=r"offload.nvme_path=/proc: it cannot be written \(.*\); name another"):
+        plan.make(config)

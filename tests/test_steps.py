@@ -144,4 +144,3 @@ def test_a_run_without_end_or_without_a_step_is_refused() -> None:
     )
     assert refusal(Train(epochs=1), Tail.DROP, 14, 13, 100).startswith("accumulation.tail=drop: the 13 sequences")
     assert refusal(Train(max_tokens=400), Tail.CARRY, 4, None, None).startswith("train.max_tokens=400: it needs")
-    assert refusal(Train(max_steps=0), Tail.CARRY, 4, 13, 100) == "train.max_steps=0: it must be at least 1"

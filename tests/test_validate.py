@@ -28,6 +28,9 @@ def test_a_good_configuration_has_no_fault() -> None:
             "train.gradient_clipping=0.0: it must be above 0; null turns clipping off",
         ),
         (replace(GOOD, train=Train(eval_every=0)), "train.eval_every=0: it must be at least 1"),
+        (replace(GOOD, train=Train(max_steps=0)), "train.max_steps=0: it must be at least 1"),
+        (replace(GOOD, train=Train(max_tokens=-1)), "train.max_tokens=-1: it must be at least 1"),
+        (replace(GOOD, train=Train(epochs=0)), "train.epochs=0: it must be at least 1"),
         (replace(GOOD, checkpoint=Checkpoint(every=-2)), "checkpoint.every=-2: it must be at least 1"),
         (replace(GOOD, cluster=Cluster(ranks_per_node=0)), "cluster.ranks_per_node=0: it must be at least 1"),
         (
