@@ -271,6 +271,8 @@ def _union(annotation: Any, value: Any, key: str) -> Any:
 
 def _natural(annotation: Any) -> tuple[type, ...]:
     """The kinds of plain values that stand for ``annotation`` before any other member of a union."""
+    if annotation is int:
+        return (int,)
     if annotation is float:
         return (int, float)
     if annotation is str:
