@@ -161,13 +161,13 @@ class _Text(io.RawIOBase):
         if size == 0 and self._is_bgzip and self._raw.tail != BGZF_EOF:
             raise EOFError
         block = bytes(view[:size])
+        if not block.isascii():
+            view[:size] = block.translate(_TO_ASCII)
         nul = block.find(0)
         if nul >= 0:
             # What stands before it is handed on, so that the line can be told.
             self._broken = FormatError(BINARY)
             return self.readinto(buffer) if nul == 0 else nul
-        if not block.isascii():
-            view[:size] = block.translate(_TO_ASCII)
         return size
 
     def close(self) -> None:

@@ -9,9 +9,10 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from launcher.errors import RequestError
 from launcher.genome import alphabet, fasta
 from tests.genome.files import CONTIGS, ECOLI, LAMBDA, bgzip, faults_of, ordinary_user, text_of
 
@@ -160,6 +161,20 @@ def test_what_is_no_dna_is_refused_with_its_line(tmp_path: Path, name: str, pack
     path = tmp_path / "x.fa"
     path.write_bytes(gzip.compress(content) if packing == "gzip" else content)
     assert faults_of(path) == [f"data.fasta={path}, line {line}: {what}"]
+
+
+@given(st.one_of(st.binary(max_size=300), st.binary(max_size=300).map(lambda content: b">a\nACGT\n" + content)))
+@example(b"Z05n\xc4x\0y")
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_bytes_a_file_holds_it_is_read_or_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.fa"
+    path.write_bytes(content)
+    try:
+        read(path)
+    except RequestError as error:
+        (line,) = error.faults
+        assert line.startswith(f"data.fasta={path}")
+        assert "\n" not in line
 
 
 def test_a_file_is_no_protein_while_half_of_its_letters_are_plain(tmp_path: Path) -> None:
