@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from launcher import targets
+from launcher.genome import alphabet
 from launcher.schema import Config, CustomData, Data, Objective
 
 MAX_SEED = 2**63 - 1
@@ -58,14 +59,18 @@ def _check_custom_data(config: Config) -> list[str]:
 
 
 def _check_task(data: Data, config: Config) -> list[str]:
-    """A Hugging Face model has to predict what the objective asks for."""
+    """A Hugging Face model has to predict what the objective asks for, and to know all bases."""
     if config.model.target != "launcher.worker.models.hugging_face":
         return []
+    faults = []
     task = config.model.arguments.get("task", "causal_lm")
     wanted = "masked_lm" if data.objective is Objective.MASKED else "causal_lm"
-    if task == wanted:
-        return []
-    return [f"data.objective={data.objective.value}: the model's task is {task}; set model.task={wanted}"]
+    if task != wanted:
+        faults.append(f"data.objective={data.objective.value}: the model's task is {task}; set model.task={wanted}")
+    known, needed = config.model.arguments.get("vocab_size"), len(alphabet.VOCABULARY)
+    if isinstance(known, int) and known < needed:
+        faults.append(f"model.vocab_size={known}: bases have {needed} token ids; set at least {needed}")
+    return faults
 
 
 def _check_train(config: Config) -> list[str]:

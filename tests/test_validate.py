@@ -46,6 +46,10 @@ def test_a_good_configuration_has_no_fault() -> None:
             "data.objective=masked: the model's task is causal_lm; set model.task=masked_lm",
         ),
         (
+            replace(GOOD, model=Call(LLAMA.target, {"model_type": "llama", "vocab_size": 16})),
+            "model.vocab_size=16: bases have 17 token ids; set at least 17",
+        ),
+        (
             replace(GOOD, data=CustomData("json.JSONDecoder")),
             "loss=null: your own dataset needs a loss; set loss._target_ to a callable that makes one, whose result "
             "called with (logits, batch) returns (sum, weight)",

@@ -42,7 +42,7 @@ class Trainer:
         self.engine = Engine(model, values, config.optimizer.weight_decay)
         self.shares = Shares(task.train, task.objective, self.steps, cut, rank.rank)
         self.tokens_seen = 0
-        self.skips_in_a_row = 0
+        self.num_updates = self.skips_in_a_row = 0
         self.trackers = _start_trackers(config, values, run_dir) if rank.is_first else []
         self.last_heartbeat = 0.0
 
@@ -108,12 +108,15 @@ class Trainer:
                 "time": now(),
             }
         )
+        self.num_updates += outcome.update.applied
         self.skips_in_a_row = 0 if outcome.update.applied else self.skips_in_a_row + 1
-        if self.skips_in_a_row >= self.config.train.max_consecutive_skips:
+        limit = self.config.train.max_consecutive_skips
+        learned_nothing = self.num_updates == 0 and number + 1 == self.steps.num_steps
+        if self.skips_in_a_row >= limit or learned_nothing:
             raise RunError(
                 f"no update could be applied in {self.skips_in_a_row} steps in a row, up to step {number + 1}: "
                 f"{'loss or gradients are not finite' if outcome.weight.weight else 'no base is a target'} "
-                f"(train.max_consecutive_skips={self.config.train.max_consecutive_skips})"
+                f"(train.max_consecutive_skips={limit})"
             )
 
     def _evaluate(self, done: int) -> dict[str, Any]:

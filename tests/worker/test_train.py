@@ -15,7 +15,7 @@ import torch
 from launcher.errors import RunError
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
-from launcher.schema import Accumulation, Batch, Call, Checkpoint, Config, Data, LrSchedule, Tail, Train
+from launcher.schema import Accumulation, Batch, Call, Checkpoint, Config, Data, LrSchedule, SoftMask, Tail, Train
 from launcher.steps import Steps
 from tests.ranks import on_ranks
 from tests.worker import plain, runs
@@ -67,10 +67,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     names = list(contigs)[: NUM_TRAIN + NUM_VALIDATION]
     fasta = folder / "genome.fa"
     fasta.write_text("".join(f">{name}\n{contigs[name]}\n" for name in names))
+    lower = folder / "lower.fa"
+    lower.write_text("".join(f">{name}\n{contigs[name].lower()}\n" for name in names))
+    data = Data(fasta=str(fasta), sequence_length=LENGTH, validation=names[NUM_TRAIN:])
     base = replace(
         runs.BASE,
         model=Call("tests.worker.plain.WrappedNet"),
-        data=Data(fasta=str(fasta), sequence_length=LENGTH, validation=names[NUM_TRAIN:]),
+        data=data,
         batch=Batch(train_batch_size=BATCH, gradient_accumulation_steps=2),
         cluster=replace(runs.BASE.cluster, ranks_per_node=2),
         lr_schedule=LrSchedule(min_lr_ratio=1.0),  # so that the weights after a step do not depend on the last one
@@ -86,6 +89,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "flush": change(Tail.FLUSH),
         "max_tokens": change(max_tokens=4 * BATCH * LENGTH - 1, max_steps=10),
         "max_steps": change(max_steps=1, max_tokens=10**9, eval_batches=1),
+        "no target": replace(change(max_steps=2), data=replace(data, fasta=str(lower), soft_mask=SoftMask.IGNORE)),
         "diverging": replace(change(max_consecutive_skips=2), optimizer=replace(base.optimizer, lr=1e30)),
     }
     results = on_ranks(2, train_all, configs, folder)[0]
@@ -179,7 +183,13 @@ def test_a_run_that_only_skips_ends_with_the_reason(trained: Trained) -> None:
     assert skipped[-2:] == [True, True]
     assert skipped.index(True) == len(skipped) - 2
     told = rf"2 steps in a row, up to step {len(skipped)}: .* not finite \(train\.max_consecutive_skips=2\)"
-    assert re.fullmatch(told, trained.results["diverging"]["error"])
+    assert re.search(told, trained.results["diverging"]["error"])
+
+
+def test_a_run_without_one_update_has_failed(trained: Trained) -> None:
+    assert [line["tokens"] for line in trained.lines("no target")] == [0, 0]
+    told = "no update could be applied in 2 steps in a row, up to step 2: no base is a target "
+    assert trained.results["no target"]["error"] == told + "(train.max_consecutive_skips=10)"
 
 
 @pytest.mark.parametrize(("name", "steps"), [("carry", [2, 4, 5]), ("flush", [6]), ("diverging", [])])
