@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from launcher import output
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError, RunError
 from launcher.schema import Mode
 
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # what was to be shown is not wanted any more
+        output.silence()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return EXIT_INTERRUPTED

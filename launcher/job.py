@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher import decode, plan, rundir
 from launcher.compose import Composed
 from launcher.errors import RequestError
+from launcher.output import say
 from launcher.plan import Plan
 from launcher.rundir import RunDir
 from launcher.schema import Config, Mode
@@ -22,13 +23,14 @@ class Job:
 
 def prepare(composed: Composed) -> Job:
     """Decode, check and plan one run. Raises RequestError with every fault; nothing has been started then."""
-    config = decode.with_absolute_paths(decode.decode(composed.node), Path.cwd())
-    faults = decode.secrets(decode.encode(config), os.environ) + rundir.check(composed.run_dir)
+    config, faults = decode.salvage(composed.node)
+    config = decode.with_absolute_paths(config, Path.cwd())
+    faults += decode.secrets(decode.encode(config), os.environ) + rundir.check(composed.run_dir)
     try:
         # Planning alone keeps nothing, not even the cache of a genome.
         made = plan.make(dataclasses.replace(config, mode=Mode.PLAN) if faults else config)
     except RequestError as error:
-        raise RequestError(*faults, *error.faults) from None
+        raise RequestError(*faults, *decode.unrelated(error.faults, faults)) from None
     if faults:
         raise RequestError(*faults)
     return Job(config, made, composed.run_dir)
@@ -48,7 +50,7 @@ def run(job: Job) -> RunDir:
 
     run_dir = RunDir.create(job.run_dir)
     try:
-        print(f"run directory {run_dir.path}", flush=True)
+        say(f"run directory {run_dir.path}")
         run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan)})
         local.run(job.config, job.plan.num_ranks, job.plan.num_steps, run_dir)
         progress.print_summary(run_dir)

@@ -39,7 +39,8 @@ def run(
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
             _supervise(num_ranks, run_dir, worker or WORKER, progress, caught)
     except BaseException as error:
-        run_dir.write_status(state="failed", activity=None, reason=str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
+        run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
         raise
     run_dir.write_status(state="completed", activity=None)
 

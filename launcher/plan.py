@@ -54,7 +54,9 @@ def make(config: Config) -> Plan:
             return None
 
     ranks = attempt(num_ranks, config)
-    cut = attempt(batch.solve, config.batch, ranks, sequence_length(config)) if ranks is not None else None
+    cut = (
+        attempt(batch.solve, config.batch, ranks, sequence_length(config)) if ranks is not None and ranks > 0 else None
+    )
     read: Genome | None = None
     if isinstance(config.data, Data):
         data_faults = genome.check(config.data)

@@ -5,15 +5,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from launcher.output import say
 from launcher.rundir import RunDir
 from launcher.schema import Config
 
-if TYPE_CHECKING:
-    pass
-
 INTERVAL_S = 0.2
+LONGEST_S = 10 * 365 * 24 * 3600
+"""What would take longer is not foretold."""
 
 Record = Mapping[str, Any]
 """One line of metrics.jsonl."""
@@ -85,7 +85,8 @@ class Pace:
         if num_steps is None or steps < 1:
             return None
         pace_s = (record["time"] - self._first["time"]) / steps
-        return timedelta(seconds=round(pace_s * (num_steps - record["step"])))
+        left_s = pace_s * (num_steps - record["step"])
+        return timedelta(seconds=round(left_s)) if left_s < LONGEST_S else None
 
 
 class Lines:
@@ -96,16 +97,16 @@ class Lines:
 
     def activity(self, text: str | None) -> None:
         if text is not None:
-            print(text, flush=True)
+            say(text)
 
     def step(self, record: Record, num_steps: int | None, left: timedelta | None) -> None:
         if record["step"] % self._log_every == 0 or record["step"] == num_steps:
             of = f"/{num_steps}" if num_steps is not None else ""
             eta = f"  ETA {left}" if left is not None else ""
-            print(f"step {record['step']}{of}  {describe(record)}{eta}", flush=True)
+            say(f"step {record['step']}{of}  {describe(record)}{eta}")
 
     def evaluation(self, record: Record) -> None:
-        print(describe_evaluation(record), flush=True)
+        say(describe_evaluation(record))
 
     def close(self) -> None:
         """Nothing to put away."""
@@ -165,8 +166,8 @@ def print_summary(run_dir: RunDir) -> None:
     """The figures that rank 0 left at the end of a run, and where everything lies."""
     summary: Mapping[str, Any] = run_dir.read_status().get("summary") or {}
     for name, value in summary.items():
-        print(f"{name:<28} {value:.4f}" if isinstance(value, float) else f"{name:<28} {value}")
-    print(f"{'run directory':<28} {run_dir.path}", flush=True)
+        say(f"{name:<28} {value:.4f}" if isinstance(value, float) else f"{name:<28} {value}")
+    say(f"{'run directory':<28} {run_dir.path}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -110,11 +110,21 @@ class RunDir:
 
     def last_eval_loss(self) -> float | None:
         """The ``eval_loss`` (nats a valid token) of the last evaluation; None if there was none."""
-        if not self.metrics.exists():
-            return None
-        lines = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
-        losses: list[float] = [line["eval_loss"] for line in lines if line["kind"] == "eval"]
+        losses: list[float] = [line["eval_loss"] for line in self._lines("eval")]
         return losses[-1] if losses else None
+
+    def last_step(self) -> int:
+        """The optimizer steps that are done."""
+        steps: list[int] = [line["step"] for line in self._lines("train")]
+        return steps[-1] if steps else 0
+
+    def _lines(self, kind: str) -> list[dict[str, Any]]:
+        """The whole lines of the metrics; a rank that was killed may have left the last one half written."""
+        if not self.metrics.exists():
+            return []
+        whole, _, _ = self.metrics.read_text(encoding="utf-8").rpartition("\n")
+        lines = [json.loads(line) for line in whole.splitlines()]
+        return [line for line in lines if line["kind"] == kind]
 
 
 def check(path: Path) -> list[str]:

@@ -17,6 +17,7 @@ from launcher import compose, decode, job
 from launcher.compose import Composer
 from launcher.errors import RequestError, RunError, RunInterruptedError
 from launcher.job import Job
+from launcher.output import say
 from launcher.schema import Mode, Sweep
 
 
@@ -177,7 +178,7 @@ def _run_all(points: list[Point], folder: Path) -> None:
 
     ledger = Ledger(folder)
     ledger.create()
-    print(f"sweep directory {folder}", flush=True)
+    say(f"sweep directory {folder}")
     for point in points:
         if point.job is None:
             ledger.record(point, "invalid", reason="; ".join(point.faults))
@@ -189,7 +190,7 @@ def _run_all(points: list[Point], folder: Path) -> None:
         with local.interruptible():
             while waiting:
                 point = waiting.pop(0)
-                print(f"{point}, {len(runnable) - len(waiting)} of {len(runnable)}", flush=True)
+                say(f"{point}, {len(runnable) - len(waiting)} of {len(runnable)}")
                 try:
                     _run(point, ledger)
                 except RunInterruptedError:
@@ -204,7 +205,7 @@ def _run_all(points: list[Point], folder: Path) -> None:
     if failed:
         names = "; ".join(map(str, failed))
         raise RunError(f"{len(failed)} of {len(runnable)} points failed: {names}; ledger: {ledger.path}")
-    print(f"all {len(runnable)} points are done; ledger: {ledger.path}", flush=True)
+    say(f"all {len(runnable)} points are done; ledger: {ledger.path}")
 
 
 def _run(point: Point, ledger: Ledger) -> float | None:

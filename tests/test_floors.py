@@ -12,7 +12,7 @@ import launcher
 PACKAGE = Path(launcher.__file__).parent
 
 FLOORS = [
-    {"errors", "schema", "ranks", "devices", "guard"},
+    {"errors", "output", "schema", "ranks", "devices", "guard"},
     {"decode", "batch", "steps", "lr", "rundir", "targets", "genome", "validate"},
     {"deepspeed_json", "plan", "explain", "progress"},
     {"local"},

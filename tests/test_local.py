@@ -176,6 +176,22 @@ def test_a_rank_that_fails_ends_the_others_and_their_children_in_seconds(
     assert (status["state"], status["reason"], status["activity"]) == ("failed", str(raised.value), None)
 
 
+def test_the_status_of_a_failed_run_tells_the_last_step_that_was_done(run_dir: RunDir, worker: Worker) -> None:
+    with pytest.raises(RunError, match="rank 0 failed"):
+        run(
+            run_dir,
+            1,
+            worker("""
+                figures = dict.fromkeys("loss bits_per_base lr grad_norm tokens_per_s skipped".split())
+                lines = [{"kind": "train", "step": step, "time": 0.0, **figures} for step in (1, 2, 3)]
+                text = "".join(json.dumps(line) + chr(10) for line in lines)
+                (run_dir / "metrics.jsonl").write_text(text + '{"kind": "train", "st')
+                sys.exit(1)
+            """),
+        )
+    assert run_dir.read_status()["step"] == 3
+
+
 def test_the_rank_that_failed_first_is_named_although_another_ended_first(run_dir: RunDir, worker: Worker) -> None:
     command = worker("""
         if rank == 1:

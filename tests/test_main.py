@@ -248,3 +248,65 @@ def test_what_comes_with_the_program_is_found_inside_an_installed_package(
     monkeypatch.setattr(compose, "PACKAGE", tmp_path / "package")
     assert compose.shipped("conf") == tmp_path / "package" / "conf"
     assert compose.shipped("genomes") == tmp_path / "genomes"
+
+
+def test_faults_of_values_files_and_numbers_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = refused(
+        capsys,
+        "data.fasta=[/nope1,/nope2]",
+        "data.regions=/nope3.bed",
+        "train.max_steps=many",
+        "optimizer.lr=nan",
+        "zero.stage=9",
+        "cluster.ranks_per_node=0",
+        "model.vocab_size=5",
+        "trian.x=1",
+    )
+    assert lines == ["trian.x=1: there is no such key"], "Hydra's own come one at a time"
+    lines = refused(
+        capsys,
+        "data.fasta=[/nope1,/nope2]",
+        "train.max_steps=many",
+        "optimizer.lr=nan",
+        "zero.stage=9",
+        "cluster.ranks_per_node=0",
+        "model.vocab_size=5",
+    )
+    assert lines == [
+        "optimizer.lr=nan: it must be a number",
+        "train.max_steps=many: it must be an integer or null",
+        "model.vocab_size=5: bases have 17 token ids; set at least 17",
+        "cluster.ranks_per_node=0: it must be at least 1",
+        "zero.stage=9: it must be 0, 1, 2 or 3",
+        "data.fasta=/nope1: there is no such file",
+        "data.fasta=/nope2: there is no such file",
+    ]
+
+
+def test_nothing_is_said_of_what_stands_in_for_a_faulty_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for fault in (
+        "train.max_steps=null: set it, or train.max_tokens, or train.epochs",
+        "model._target_: it must be given: the dotted name of something callable",
+        "data.fasta: it must be given, and is still ???",
+        "batch.train_batch_size=many: it must be an integer or null",
+        "batch.gradient_accumulation_steps=[3]: it must be an integer or null",
+    ):
+        override = fault.split(": ")[0] if "=" in fault else f"{fault.split(': ')[0]}=???"
+        assert refused(capsys, override) == [fault]
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_a_number_of_ranks_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str], ranks: str) -> None:
+    line = f"cluster.ranks_per_node={ranks}: it must be at least 1"
+    assert refused(capsys, f"cluster.ranks_per_node={ranks}") == [line]
+
+
+def test_a_run_outlives_whoever_watches_it() -> None:
+    program = "import sys; from launcher import local; from launcher.__main__ import main; "
+    program += f"local.WORKER = {local.WORKER!r}; sys.exit(main({[*LAMBDA, 'hydra.run.dir=run']!r}))"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, b"")
+    assert RunDir(Path("run")).read_status()["state"] == "completed"
