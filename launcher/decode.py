@@ -63,8 +63,8 @@ def salvage(node: Mapping[str, Any]) -> tuple[Config, list[str]]:
 def unrelated(faults: Sequence[str], others: Sequence[str]) -> list[str]:
     """Those of ``faults`` that are not about a key at fault in ``others``, or about what follows from it."""
     known = {_key_of(fault) for fault in others}
-    # The numbers of the batch follow from each other.
-    known |= {"batch" for key in known if key.startswith("batch.")} | {"model" for key in known if key[:6] == "model."}
+    # The numbers of the batch follow from each other, and a faulty model is replaced whole.
+    known |= {node for node in ("batch", "model") if any(key.startswith(f"{node}.") for key in known)}
 
     def follows(key: str) -> bool:
         return any(key == other or key.startswith(f"{other}.") for other in known)
