@@ -113,10 +113,10 @@ class Trainer:
         limit = self.config.train.max_consecutive_skips
         learned_nothing = self.num_updates == 0 and number + 1 == self.steps.num_steps
         if self.skips_in_a_row >= limit or learned_nothing:
+            reason = "loss or gradients are not finite" if outcome.weight.weight else "no base is a target"
             raise RunError(
-                f"no update could be applied in {self.skips_in_a_row} steps in a row, up to step {number + 1}: "
-                f"{'loss or gradients are not finite' if outcome.weight.weight else 'no base is a target'} "
-                f"(train.max_consecutive_skips={limit})"
+                f"step {number + 1}: no update could be applied, {reason} "
+                f"({self.skips_in_a_row} in a row; train.max_consecutive_skips={limit})"
             )
 
     def _evaluate(self, done: int) -> dict[str, Any]:
