@@ -7,13 +7,15 @@ BIN = .venv/bin
 train: setup
 	$(BIN)/python -m launcher +experiment=dna_8k
 
-# Fast tests first, so that a fault shows early; then those that start DeepSpeed ranks.
+# Fast tests first, so that a fault shows early; then those that start DeepSpeed ranks, with all that these compile.
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not ranks"
+	$(MAKE) .venv/all_operators
 	$(BIN)/python -m pytest -m "not slow and ranks"
 
 test-full: setup
 	$(BIN)/python -m pytest -m "not ranks"
+	$(MAKE) .venv/all_operators
 	$(BIN)/python -m pytest -m "ranks"
 
 setup: .venv/operators
@@ -40,6 +42,10 @@ bench: setup
 .venv/operators: .venv/installed
 	DS_ACCELERATOR=$$($(BIN)/python -c "from launcher.devices import visible_gpus; print('cuda' if visible_gpus() else 'cpu')") \
 		$(BIN)/python -m launcher.worker.build
+	touch $@
+
+.venv/all_operators: .venv/operators
+	DS_ACCELERATOR=cpu $(BIN)/python -m launcher.worker.build CPUAdamBuilder PinMemoryBuilder AsyncIOBuilder
 	touch $@
 
 clean:
