@@ -133,6 +133,12 @@ def test_one_impossible_point_refuses_the_sweep_and_every_fault_is_told(capsys: 
                 "batch.train_micro_batch_size_per_gpu=3 batch.gradient_accumulation_steps=null seed=x",
                 "seed=x: it must be an integer",
             ),
+            (
+                3,
+                "batch.train_micro_batch_size_per_gpu=3 batch.gradient_accumulation_steps=null seed=x",
+                "batch.train_batch_size=8 cannot be cut into micro-batches of 3 over 1 rank: it must be a multiple of "
+                "3; nearest: 6, 9",
+            ),
         ]
     ]
 
