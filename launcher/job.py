@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import decode, plan, rundir
+from launcher import decode, plan, rundir, salvage
 from launcher.compose import Composed
 from launcher.errors import RequestError
 from launcher.output import say
@@ -23,14 +23,14 @@ class Job:
 
 def prepare(composed: Composed) -> Job:
     """Decode, check and plan one run. Raises RequestError with every fault; nothing has been started then."""
-    config, faults = decode.salvage(composed.node)
+    config, faults = salvage.salvage(composed.node)
     config = decode.with_absolute_paths(config, Path.cwd())
     faults += decode.secrets(decode.encode(config), os.environ) + rundir.check(composed.run_dir)
     try:
         # Planning alone keeps nothing, not even the cache of a genome.
         made = plan.make(dataclasses.replace(config, mode=Mode.PLAN) if faults else config)
     except RequestError as error:
-        raise RequestError(*faults, *decode.unrelated(error.faults, faults)) from None
+        raise RequestError(*faults, *salvage.unrelated(error.faults, faults)) from None
     if faults:
         raise RequestError(*faults)
     return Job(config, made, composed.run_dir)

@@ -13,7 +13,7 @@ PACKAGE = Path(launcher.__file__).parent
 
 FLOORS = [
     {"errors", "output", "schema", "ranks", "devices", "guard"},
-    {"decode", "batch", "steps", "lr", "rundir", "targets", "genome", "validate"},
+    {"decode", "salvage", "batch", "steps", "lr", "rundir", "targets", "genome", "validate"},
     {"deepspeed_json", "plan", "explain", "progress"},
     {"local"},
     {"compose", "job", "sweep", "__main__"},
