@@ -167,14 +167,14 @@ def _precision(config: Config) -> Iterator[Setting]:
 
 
 def _optimizer(config: Config) -> Iterator[Setting]:
+    """AdamW and SGD are DeepSpeed's to make; LAMB, LARS and Muon are made by the training loop and given to it."""
     optimizer = config.optimizer
     adamw, sgd = optimizer.type is OptimizerType.ADAMW, optimizer.type is OptimizerType.SGD
+    named = adamw or sgd
     offloaded = config.offload.optimizer is not Device.NONE
-    yield Setting(
-        "optimizer.type", {OptimizerType.ADAMW: "AdamW", OptimizerType.SGD: "SGD"}[optimizer.type], "optimizer.type"
-    )
-    yield Setting("optimizer.params.lr", float(optimizer.lr), "optimizer.lr")
-    yield Setting("optimizer.params.weight_decay", float(optimizer.weight_decay), "optimizer.weight_decay")
+    yield Setting("optimizer.type", "AdamW" if adamw else "SGD", "optimizer.type", named)
+    yield Setting("optimizer.params.lr", float(optimizer.lr), "optimizer.lr", named)
+    yield Setting("optimizer.params.weight_decay", float(optimizer.weight_decay), "optimizer.weight_decay", named)
     yield Setting("optimizer.params.betas", [float(beta) for beta in optimizer.betas], "optimizer.betas", adamw)
     yield Setting("optimizer.params.eps", float(optimizer.eps), "optimizer.eps", adamw)
     yield Setting("optimizer.params.momentum", float(optimizer.momentum), "optimizer.momentum", sgd)
@@ -182,7 +182,7 @@ def _optimizer(config: Config) -> Iterator[Setting]:
     # for a GPU would have to be compiled there first.
     yield Setting("optimizer.params.torch_adam", not offloaded, "offload.optimizer", adamw)
     yield Setting("optimizer.params.fp32_optimizer_states", True, FIXED, adamw and offloaded)
-    yield Setting("zero_allow_untested_optimizer", sgd, "optimizer.type")
+    yield Setting("zero_allow_untested_optimizer", not adamw, "optimizer.type")
     yield Setting("zero_force_ds_cpu_optimizer", True, FIXED)
 
 
@@ -344,6 +344,49 @@ def _check_optimizer(config: Config) -> list[str]:
         faults.append(f"optimizer.betas={decode.show(list(optimizer.betas))}: both must lie in [0, 1)")
     if not 0 <= optimizer.momentum < 1:
         faults.append(f"optimizer.momentum={optimizer.momentum}: it must lie in [0, 1)")
+    if not (math.isfinite(optimizer.trust_coefficient) and optimizer.trust_coefficient > 0):
+        faults.append(f"optimizer.trust_coefficient={optimizer.trust_coefficient}: it must be above 0")
+    if optimizer.type is OptimizerType.MUON:
+        faults += _check_muon(config)
+    return faults
+
+
+def _check_muon(config: Config) -> list[str]:
+    zero, precision, faults = config.zero, config.precision, []
+    if zero.stage == 0:
+        faults.append(
+            "optimizer.type=muon: at zero.stage=0 DeepSpeed's Muon moves the weights in a step without finite "
+            "gradients too; set zero=stage1 (or higher)"
+        )
+    if zero.stage == 3 and zero.reduce_scatter:
+        faults.append(
+            "zero.reduce_scatter=true: DeepSpeed's Muon does without it at zero.stage=3; set it to false, or "
+            "zero=stage1"
+        )
+    if precision.dtype is Dtype.FP16:
+        faults.append(
+            "precision.dtype=fp16: DeepSpeed's Muon adds gradients to its momentum that still carry the loss scale, "
+            "which changes; set precision=bf16 or fp32"
+        )
+    elif precision.dtype is Dtype.BF16 and zero.stage == 2:
+        faults.append(
+            "precision.dtype=bf16: at zero.stage=2 DeepSpeed keeps the momentum of Muon in bf16; set zero=stage1 (or "
+            "stage3), or precision=fp32"
+        )
+    elif precision.grad_accum_dtype is Dtype.BF16:
+        faults.append(
+            "precision.grad_accum_dtype=bf16: DeepSpeed would keep the momentum of Muon in it too; set it to fp32"
+        )
+    if zero.stage == 3 and precision.communication_data_type not in (None, Dtype.FP32):
+        faults.append(
+            f"precision.communication_data_type={precision.communication_data_type.value}: at zero.stage=3 DeepSpeed "
+            "rounds the momentum of Muon to it in every step; set it to null"
+        )
+    if config.train.gradient_clipping:
+        faults.append(
+            f"train.gradient_clipping={config.train.gradient_clipping}: DeepSpeed clips what Muon has made of the "
+            "gradient, whose norm depends on the shapes of the layers alone; set it to null"
+        )
     return faults
 
 

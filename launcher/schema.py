@@ -14,6 +14,7 @@ from typing import Any
 class Mode(str, Enum):
     TRAIN = "train"
     PLAN = "plan"
+    VERIFY = "verify"
 
 
 class SoftMask(str, Enum):
@@ -51,9 +52,28 @@ class Tail(str, Enum):
     """The last batch of an epoch is smaller: E*ceil(N/B) steps."""
 
 
+class Sync(str, Enum):
+    EVERY_MICRO_BATCH = "every_micro_batch"
+    """Gradients are reduced after every backward pass: a rank keeps only its partition of them."""
+    ONCE_PER_WINDOW = "once_per_window"
+    """A rank sums its own gradients, whole, and they are reduced once an optimizer step."""
+
+
+class Scaling(str, Enum):
+    """How the learning rate follows the global batch B: (B / reference)^0, ^1, ^1/2, ^2."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    SQRT = "sqrt"
+    QUADRATIC = "quadratic"
+
+
 class OptimizerType(str, Enum):
     ADAMW = "adamw"
+    LAMB = "lamb"
+    LARS = "lars"
     SGD = "sgd"
+    MUON = "muon"
 
 
 class LrScheduleType(str, Enum):
@@ -65,6 +85,33 @@ class LrScheduleType(str, Enum):
 
 class BatchScheduleType(str, Enum):
     CONSTANT = "constant"
+    RAMP = "ramp"
+    """From initial_batch_size to train_batch_size in equal intervals."""
+    MILESTONES = "milestones"
+    NOISE_SCALE = "noise_scale"
+    """Grows when the measured noise scale has exceeded the batch for a while."""
+
+
+class Growth(str, Enum):
+    LINEAR = "linear"
+    """Each interval adds ``increment`` sequences."""
+    GEOMETRIC = "geometric"
+    """Each interval multiplies the batch by ``growth_factor``."""
+
+
+class Count(str, Enum):
+    STEPS = "steps"
+    """Optimizer steps."""
+    TOKENS = "tokens"
+    """Bases: sequences x data.sequence_length."""
+
+
+class BatchNorm(str, Enum):
+    ERROR = "error"
+    SYNC = "sync"
+    """Statistics over the micro-batch of all ranks."""
+    GROUP_NORM = "group_norm"
+    """Replaced by GroupNorm, which looks at one sample at a time."""
 
 
 class Checkpointing(str, Enum):
@@ -88,6 +135,10 @@ class Batch:
     gradient_accumulation_steps: int | None = None
     max_micro_batch_size_per_gpu: int = 1
     """Where the micro-batch is left to the program, it is at most this."""
+    lr_scaling: Scaling = Scaling.NONE
+    """optimizer.lr holds at reference_batch_size and is scaled from there to train_batch_size."""
+    reference_batch_size: int | None = None
+    """Sequences."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +237,8 @@ class Precision:
 
 @dataclass(frozen=True)
 class Accumulation:
+    sync: Sync | None = None
+    """When gradients are communicated; null: once_per_window at ZeRO stages 0 and 1, every_micro_batch at 2 and 3."""
     tail: Tail = Tail.CARRY
     """What becomes of the sequences that do not fill a global batch at the end of an epoch."""
 
@@ -197,9 +250,12 @@ class Optimizer:
     weight_decay: float = 0.1
     """Not applied to norms, biases and embeddings."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW, LAMB, and what Muon leaves to Adam."""
     eps: float = 1e-8
     momentum: float = 0.9
-    """SGD."""
+    """SGD, LARS, Muon."""
+    trust_coefficient: float = 1e-3
+    """LARS: the part of a layer's norm that a step may move it by."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +264,8 @@ class LrSchedule:
 
     type: LrScheduleType = LrScheduleType.COSINE
     warmup_steps: int = 0
+    warmup_tokens: int | None = None
+    """Bases; takes the place of warmup_steps=0: the steps that begin before so many bases were read."""
     min_lr_ratio: float = 0.1
     """Final learning rate over the peak."""
     decay_fraction: float = 0.2
@@ -216,7 +274,31 @@ class LrSchedule:
 
 @dataclass(frozen=True)
 class BatchSchedule:
+    """The global batch of each step on its way to ``batch.train_batch_size``.
+
+    Counted in steps or bases, never in pieces of a batch: only the accumulation steps follow it, micro-batch and
+    memory stay as they are.
+    """
+
     type: BatchScheduleType = BatchScheduleType.CONSTANT
+    by: Count = Count.STEPS
+    """What ``over`` and the milestones count."""
+    initial_batch_size: int | None = None
+    """Sequences (ramp, noise_scale)."""
+    over: int | None = None
+    """Ramp: train_batch_size is reached after so many."""
+    growth: Growth = Growth.GEOMETRIC
+    growth_factor: int = 2
+    increment: int | None = None
+    """Sequences; null: initial_batch_size."""
+    milestones: list[list[int]] = field(default_factory=list)
+    """Pairs of (from where, sequences), the first from 0, the last of train_batch_size."""
+    patience: int = 10
+    """noise_scale: steps in a row that the noise scale must exceed the batch before it grows."""
+    threshold: float = 1.0
+    """noise_scale: the noise scale over the batch that counts as exceeding."""
+    lr_scaling: Scaling = Scaling.NONE
+    """The learning rate of a step, by its batch over train_batch_size."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +329,11 @@ class Train:
     """Global batches of the validation split; null: all of it."""
     log_every: int = 1
     """Optimizer steps between two lines on a terminal that cannot show a bar."""
+    batch_norm: BatchNorm = BatchNorm.ERROR
+    noise_scale: bool = True
+    """Estimate the gradient noise scale where accumulation allows it."""
+    noise_scale_decay: float = 0.95
+    """Of the running averages behind it, a step."""
     max_consecutive_skips: int = 10
     """The run fails after so many steps in a row without an update."""
 
@@ -255,6 +342,17 @@ class Train:
 class Checkpoint:
     every: int | None = None
     """Optimizer steps; null: at the end only."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """mode=verify: the same global batches, cut in several ways, against one process that sees them whole."""
+
+    steps: int = 3
+    cuts: list[int] | None = None
+    """Accumulation steps to try; null: a few that include the run's own."""
+    learning_rate: float = 1e-3
+    """Constant, so that every step moves."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +403,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    verify: Verify = field(default_factory=Verify)
     cluster: Cluster = field(default_factory=Cluster)
     sweep: Sweep = field(default_factory=Sweep)
     logging: Logging = field(default_factory=Logging)

@@ -108,6 +108,17 @@ CASES: dict[str, tuple[Config, Cut]] = {
         ),
         Cut(8, 1, 4, 2),
     ),
+    "lamb": (replace(BASE, zero=Zero(stage=3), optimizer=Optimizer(OptimizerType.LAMB)), Cut(32, 4, 2, 4)),
+    "lars": (replace(BASE, optimizer=Optimizer(OptimizerType.LARS, lr=5.0, momentum=0.8)), Cut(8, 1, 4, 2)),
+    "muon": (
+        replace(
+            BASE,
+            zero=Zero(stage=3, reduce_scatter=False),
+            optimizer=Optimizer(OptimizerType.MUON),
+            train=Train(gradient_clipping=None),
+        ),
+        Cut(16, 2, 4, 2),
+    ),
     "raw_keys": (replace(BASE, deepspeed=RAW_KEYS), Cut(8, 1, 4, 2)),
 }
 
@@ -217,6 +228,10 @@ def test_offloading_is_accepted_at_the_stages_that_do_it_only(optimizer, paramet
     assert accepted == by_optimizer & by_parameters
 
 
+MUON = {"optimizer": Optimizer(OptimizerType.MUON), "train": Train(gradient_clipping=None)}
+"""What Muon is accepted with."""
+
+
 def refuse(**nodes: Any) -> list[str]:
     return deepspeed_json.check(replace(BASE, **nodes))
 
@@ -282,6 +297,49 @@ def refuse(**nodes: Any) -> list[str]:
             "optimizer.type=sgd; set optimizer=adamw or offload.optimizer=none",
         ),
         (
+            {"optimizer": Optimizer(OptimizerType.LAMB), "offload": Offload(optimizer=Device.CPU)},
+            "offload.optimizer=cpu: DeepSpeed's offloading is made for its own AdamW, and not tested with "
+            "optimizer.type=lamb; set optimizer=adamw or offload.optimizer=none",
+        ),
+        (
+            {**MUON, "zero": Zero(stage=0)},
+            "optimizer.type=muon: at zero.stage=0 DeepSpeed's Muon moves the weights in a step without finite "
+            "gradients too; set zero=stage1 (or higher)",
+        ),
+        (
+            {**MUON, "zero": Zero(stage=3)},
+            "zero.reduce_scatter=true: DeepSpeed's Muon does without it at zero.stage=3; set it to false, or "
+            "zero=stage1",
+        ),
+        (
+            {**MUON, "precision": Precision(dtype=FP16)},
+            "precision.dtype=fp16: DeepSpeed's Muon adds gradients to its momentum that still carry the loss scale, "
+            "which changes; set precision=bf16 or fp32",
+        ),
+        (
+            {**MUON, "zero": Zero(stage=2), "precision": Precision(dtype=BF16)},
+            "precision.dtype=bf16: at zero.stage=2 DeepSpeed keeps the momentum of Muon in bf16; set zero=stage1 (or "
+            "stage3), or precision=fp32",
+        ),
+        (
+            {**MUON, "precision": Precision(dtype=BF16, grad_accum_dtype=BF16)},
+            "precision.grad_accum_dtype=bf16: DeepSpeed would keep the momentum of Muon in it too; set it to fp32",
+        ),
+        (
+            {
+                **MUON,
+                "zero": Zero(stage=3, reduce_scatter=False),
+                "precision": Precision(communication_data_type=BF16),
+            },
+            "precision.communication_data_type=bf16: at zero.stage=3 DeepSpeed rounds the momentum of Muon to it in "
+            "every step; set it to null",
+        ),
+        (
+            {**MUON, "train": Train(gradient_clipping=2.0)},
+            "train.gradient_clipping=2.0: DeepSpeed clips what Muon has made of the gradient, whose norm depends on "
+            "the shapes of the layers alone; set it to null",
+        ),
+        (
             {"zero": Zero(round_robin_gradients=True)},
             "zero.round_robin_gradients=true: DeepSpeed then loses track of which slice belongs to which parameter; "
             "set it to false",
@@ -323,6 +381,7 @@ def refuse(**nodes: Any) -> list[str]:
         ({"optimizer": Optimizer(betas=(0.9, 1.0))}, "optimizer.betas=[0.9,1.0]: both must lie in [0, 1)"),
         ({"optimizer": Optimizer(weight_decay=-0.1)}, "optimizer.weight_decay=-0.1: it must be at least 0"),
         ({"optimizer": Optimizer(momentum=1.0)}, "optimizer.momentum=1.0: it must lie in [0, 1)"),
+        ({"optimizer": Optimizer(trust_coefficient=0.0)}, "optimizer.trust_coefficient=0.0: it must be above 0"),
     ],
 )  # fmt: skip
 def test_what_deepspeed_rejects_or_mistreats_is_refused_with_the_remedy(nodes, line):

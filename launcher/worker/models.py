@@ -16,8 +16,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from launcher.errors import RequestError, nearest
-from launcher.schema import Call
+from launcher.schema import BatchNorm, Call
 from launcher.steps import mix
+from launcher.worker.normalisation import replace_batch_norms
 
 
 def hugging_face(model_type: str, task: str = "causal_lm", **config: Any) -> nn.Module:
@@ -83,11 +84,13 @@ def call(key: str, request: Call) -> Any:
 def _reported(key: str, request: Call) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, OSError, ArithmeticError, StrictDataclassError) as error:
+    except (TypeError, ValueError, OSError, ArithmeticError, ImportError, StrictDataclassError) as error:
         raise RequestError(f"{key}._target_={request.target}: {' '.join(str(error).split())}") from error
 
 
-def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.Module:
+def build(
+    request: Call, seed: int, deepspeed_values: Mapping[str, Any], batch_norm: BatchNorm = BatchNorm.ERROR
+) -> nn.Module:
     """The model of a run, its weights drawn from ``seed``; at ZeRO stage 3 partitioned over the ranks.
 
     A model with the Hugging Face method ``_init_weights(module)`` is built partitioned, a module at a time, so that
@@ -115,6 +118,8 @@ def build(request: Call, seed: int, deepspeed_values: Mapping[str, Any]) -> nn.M
         _keep_derived_buffers_exact(model)
     if hasattr(model, "_init_weights"):
         _initialise(model, model, "", seed, set())
+    # After the draw, which is then the same for every choice, and before the model is partitioned or wrapped.
+    model = replace_batch_norms(model, batch_norm)
     if stage == 3 and not partitioned:
         _cast(model, deepspeed_values)
         # Here and not in deepspeed.initialize, which would keep parameters on NVMe in bf16 where the CPU knows no fp16.
@@ -190,10 +195,15 @@ def _initialise(model: nn.Module, owner: nn.Module, name: str, seed: int, drawn:
     drawn.update(model.parameters(recurse=False))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices, which decay, and norms, biases and embeddings, which do not.
+def num_dimensions(parameter: nn.Parameter) -> int:
+    # At stage 3 a parameter is a flat slice; DeepSpeed keeps its shape.
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
-    A tied embedding counts as an embedding under every name; parameters that do not require a gradient are in neither.
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters to train but norms, biases and embeddings.
+
+    A tied embedding counts as an embedding under every name.
     """
     embeddings = {
         parameter
@@ -202,9 +212,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         for parameter in module.parameters(recurse=False)
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # At stage 3 a parameter is a flat slice; DeepSpeed keeps its shape.
-    decayed = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1 and p not in embeddings]
+    return [parameter for parameter in trained if num_dimensions(parameter) > 1 and parameter not in embeddings]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, which decay, and norms, biases and embeddings, which do not.
+
+    Parameters that do not require a gradient are in neither.
+    """
+    decayed = matrices(model)
     chosen = set(decayed)
-    rest = [parameter for parameter in trained if parameter not in chosen]
+    rest = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in chosen]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,8 @@ from launcher.schema import (
     Train,
     Zero,
 )
+
+Parameters = list[torch.nn.Parameter]
 
 CONTIGS = Path(__file__).parents[1] / "data" / "ecoli_short_contigs.fa.gz"
 
@@ -69,7 +71,7 @@ def cut(config: Config, ranks: int, accumulation: int) -> Config:
 
 
 def train(rank: Rank, config: Config, folder: Path) -> dict[str, Any]:
-    """One rank of a whole run in an existing process group: metrics, final fp32 weights, initial weights, summary."""
+    """One rank of a whole run in an existing process group: metrics, final fp32 weights, buffers, summary."""
     import torch.distributed as dist
 
     from launcher.worker import build
@@ -88,7 +90,8 @@ def train(rank: Rank, config: Config, folder: Path) -> dict[str, Any]:
     trainer = Trainer(config, planned.cut, planned.deepspeed.values, rank, run_dir, task)
     summary = trainer.train()
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()] if rank.is_first else []
-    return {"lines": lines, "weights": _masters(trainer.engine.deepspeed), "summary": summary}
+    buffers = {name: buffer.float().numpy() for name, buffer in trainer.engine.deepspeed.module.named_buffers()}
+    return {"lines": lines, "weights": _masters(trainer.engine.deepspeed), "buffers": buffers, "summary": summary}
 
 
 def _masters(engine: Any) -> dict[str, np.ndarray]:
@@ -107,7 +110,19 @@ def _masters(engine: Any) -> dict[str, np.ndarray]:
     return {name: master(parameter).detach().clone().numpy() for name, parameter in engine.module.named_parameters()}
 
 
-def reference(config: Config) -> dict[str, Any]:
+def adamw(config: Config, matrices: Parameters, embeddings: Parameters, vectors: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.optimizer.weight_decay},
+            {"params": embeddings + vectors, "weight_decay": 0.0},
+        ],
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+    )
+
+
+def reference(config: Config, make_optimizer: Callable[..., torch.optim.Optimizer] = adamw) -> dict[str, Any]:
     """The same run as one process that sees every global batch whole, in plain torch.
 
     Shares with the program only the initial weights, which sequences make up a step, and the windows' bytes. For a
@@ -122,14 +137,10 @@ def reference(config: Config) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
     initial = {name: parameter.detach().clone().numpy() for name, parameter in model.named_parameters()}
-    plain = [p for n, p in model.named_parameters() if p.dim() == 1 or "embed" in n]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    embeddings = [p for n, p in model.named_parameters() if "embed" in n]
     matrices = [p for n, p in model.named_parameters() if not (p.dim() == 1 or "embed" in n)]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=config.optimizer.lr,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-    )
+    optimizer = make_optimizer(config, matrices, embeddings, vectors)
     size = config.batch.train_batch_size
     assert size is not None
     assert config.train.max_steps is not None

@@ -13,7 +13,7 @@ from launcher import deepspeed_json
 from launcher.batch import Cut
 from launcher.errors import RequestError
 from launcher.ranks import Rank
-from launcher.schema import Call, Config, Dtype, Precision, Zero
+from launcher.schema import Call, Config, Dtype, Optimizer, Precision, Sync, Zero
 from launcher.worker import models
 from tests.ranks import on_ranks
 
@@ -156,8 +156,9 @@ def update(rank: Rank, stage: int, is_checkpointed: bool) -> Weights:
     model = models.build(DROPPING, 0, values)
     if is_checkpointed:
         models.checkpoint_activations(model)
-    engine = Engine(model, values, weight_decay=0.1)
+    engine = Engine(model, values, Optimizer(weight_decay=0.1), Sync.EVERY_MICRO_BATCH)
     tokens = (torch.arange(2 * 40).reshape(2, 40) + rank.rank) % 17
+    engine.begin_window(1)
     torch.manual_seed(3)
     loss = nn.functional.cross_entropy(engine.module(tokens).logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     engine.backward(loss, 160)
