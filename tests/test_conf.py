@@ -1,13 +1,15 @@
 """The shipped configuration files: all of them compose, and the command line wins over every experiment."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from launcher import compose, decode
+from launcher import compose, decode, plan
 from launcher.compose import Composer
+from launcher.errors import RequestError
 from launcher.schema import Call, Data
 
 CONF = compose.shipped("conf")
@@ -49,9 +51,16 @@ def test_the_groups_are_those_of_the_contract() -> None:
     assert " ".join(GROUPS) == " ".join(sorted(words.split()))
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.parametrize(("group", "option"), CHOICES)
-def test_an_option_on_the_command_line_wins_over_an_experiment(experiment: str, group: str, option: str) -> None:
+def fits(group: str, option: str, experiment: str) -> bool:
+    """Windows of a genome and datasets of one's own have no keys in common that an experiment could set."""
+    return not ("data" in file("experiment", experiment) and group == "data" and "_target_" in file(group, option))
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "experiment"),
+    [(*choice, experiment) for choice in CHOICES for experiment in EXPERIMENTS if fits(*choice, experiment)],
+)
+def test_an_option_on_the_command_line_wins_over_an_experiment(group: str, option: str, experiment: str) -> None:
     node = composed(f"{group}={option}", f"+experiment={experiment}")
     config = decode.decode(node)
     assert config.name == experiment
@@ -62,6 +71,28 @@ def test_an_option_on_the_command_line_wins_over_an_experiment(experiment: str, 
         key: str(compose.shipped("genomes") / value.split(":")[1].rstrip("}")) if "${genome:" in str(value) else value
         for key, value in written.items()
     }
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("option", "needed"),
+    [
+        ("constant", []),
+        ("ramp", ["batch_schedule.initial_batch_size=2", "batch_schedule.over=20"]),
+        ("milestones", ["batch_schedule.milestones=[[0,2],[20,${batch.train_batch_size}]]"]),
+        ("noise_scale", ["batch_schedule.initial_batch_size=2"]),
+    ],
+)
+def test_a_batch_schedule_with_what_it_needs_goes_with_every_experiment(
+    option: str, needed: list[str], experiment: str
+) -> None:
+    config = decode.decode(composed("mode=plan", f"+experiment={experiment}", f"batch_schedule={option}", *needed))
+    made = plan.make(replace(config, cluster=replace(config.cluster, ranks_per_node=1)))
+    assert plan.summary(made)["batch_schedule"][-1]["train_batch_size"] == made.cut.train_batch_size
+    if needed:
+        incomplete = composed("mode=plan", f"+experiment={experiment}", f"batch_schedule={option}")
+        with pytest.raises(RequestError, match=f"type={option} needs it"):
+            plan.make(decode.decode(incomplete))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -84,8 +115,8 @@ def test_a_value_on_the_command_line_wins_over_an_experiment(experiment: str) ->
     assert {key: node[key] for key in changed} == changed
 
 
-# Models are exempt: each architecture has arguments of its own, and a choice replaces the whole node.
-@pytest.mark.parametrize("group", [group for group in GROUPS if group != "model"])
+# Models and data are exempt: each has arguments of its own, and a choice replaces the whole node.
+@pytest.mark.parametrize("group", [group for group in GROUPS if group not in compose.WHOLE_NODES])
 def test_options_of_a_group_set_the_same_keys_so_that_one_takes_the_place_of_another(group: str) -> None:
     keys = [set(leaves(file(group, option))) for option in options(group)]
     assert all(other == keys[0] for other in keys)
@@ -119,7 +150,7 @@ def num_parameters(model: Call) -> int:
     return 2 * arguments["vocab_size"] * hidden + layers * layer + hidden
 
 
-@pytest.mark.parametrize("option", options("model"))
+@pytest.mark.parametrize("option", [option for option in options("model") if "model_type" in file("model", option)])
 def test_a_model_has_the_size_that_its_file_states(option: str) -> None:
     config = decode.decode(composed(f"model={option}", "data.fasta=/g.fa"))
     assert f" {num_parameters(config.model):,} parameters." in (CONF / "model" / f"{option}.yaml").read_text()

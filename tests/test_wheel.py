@@ -51,6 +51,12 @@ def test_an_installed_wheel_plans_from_another_directory_without_torch(python: P
     subprocess.run([str(python), "-c", absent], cwd=tmp_path, check=True)
 
 
+def test_an_installed_wheel_plans_the_example_of_ones_own_parts(python: Path, tmp_path: Path) -> None:
+    done = run(python, tmp_path, "+experiment=digits_resnet", "mode=plan")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("digits_resnet on 1 rank\n")
+
+
 def test_an_installed_wheel_takes_a_users_own_experiment_and_refuses_in_one_line(python: Path, tmp_path: Path) -> None:
     (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
     experiment = (

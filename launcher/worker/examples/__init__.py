@@ -1,0 +1,1 @@
+"""What a user of this program writes; nothing else of it depends on these."""
