@@ -5,10 +5,14 @@
 Exactly, or refused with the nearest values that work. DeepSpeed divides with rounding and then asserts on every rank.
 """
 
+import math
 from dataclasses import dataclass
 
+from launcher import batch_schedule
 from launcher.errors import RequestError
-from launcher.schema import Batch
+from launcher.schema import Batch, BatchSchedule
+
+CONSTANT = BatchSchedule()
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,24 @@ class Cut:
             self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
         )
 
+    def accumulation_steps(self, batch_size: int) -> int:
+        """Of a step with another global batch, cut into the same micro-batches."""
+        return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
-def solve(batch: Batch, data_parallel_size: int, sequence_length: int | None) -> Cut:
+
+def solve(
+    batch: Batch,
+    data_parallel_size: int,
+    sequence_length: int | None,
+    schedule: BatchSchedule = CONSTANT,
+) -> Cut:
     """The one exact cut that the keys of ``batch`` ask for.
 
     ``sequence_length`` (bases) is needed for ``train_batch_tokens`` only. Of micro-batch and accumulation, one gives
     the other; with neither, the micro-batch is the largest exact one not above ``max_micro_batch_size_per_gpu``; with
     both, all three must agree, or ``train_batch_size`` must be null.
+
+    The micro-batch cuts every batch of ``schedule`` (which ``batch_schedule.check`` accepts), not only the last.
 
     Raises RequestError with the nearest values that work.
     """
@@ -68,7 +83,6 @@ def solve(batch: Batch, data_parallel_size: int, sequence_length: int | None) ->
             )
     elif micro is not None:
         _require_multiple(size, micro * data_parallel_size, name, unit, f"micro-batches of {micro}", data_parallel_size)
-        accumulation = size // (micro * data_parallel_size)
     elif accumulation is not None:
         what = f"{accumulation} accumulation steps"
         share = size // data_parallel_size
@@ -78,10 +92,14 @@ def solve(batch: Batch, data_parallel_size: int, sequence_length: int | None) ->
         micro = size // (accumulation * data_parallel_size)
     else:
         _require_multiple(size, data_parallel_size, name, unit, "equal parts", data_parallel_size)
-        share = size // data_parallel_size
+        sizes = batch_schedule.sizes(
+            schedule, size, data_parallel_size, f"equal parts over {_ranks(data_parallel_size)}"
+        )
+        share = math.gcd(*sizes) // data_parallel_size
         micro = max(m for m in range(1, min(share, batch.max_micro_batch_size_per_gpu) + 1) if share % m == 0)
-        accumulation = share // micro
-    return Cut(size, micro, accumulation, data_parallel_size)
+    parts = f"micro-batches of {micro} over {_ranks(data_parallel_size)}"
+    batch_schedule.sizes(schedule, size, micro * data_parallel_size, parts)
+    return Cut(size, micro, size // (micro * data_parallel_size), data_parallel_size)
 
 
 def _global_batch(batch: Batch, sequence_length: int | None, ranks: int) -> tuple[int | None, str, int]:

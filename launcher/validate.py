@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher import targets
 from launcher.genome import alphabet
-from launcher.schema import Config, CustomData, Data, Objective
+from launcher.schema import BatchScheduleType, Config, CustomData, Data, Objective
 
 MAX_SEED = 2**63 - 1
 
@@ -40,6 +40,8 @@ def check(config: Config) -> list[str]:
             faults.append(f"parallel.{name}={degree}: only data parallelism is available; set it to 1")
     if config.cluster.nodes != 1:
         faults.append(f"cluster.nodes={config.cluster.nodes}: cluster=local runs on this machine; set it to 1")
+    if config.batch_schedule.type is BatchScheduleType.NOISE_SCALE and not config.train.noise_scale:
+        faults.append("train.noise_scale=false: batch_schedule.type=noise_scale goes by it; set it to true")
     return faults
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from launcher.batch import Cut, solve
 from launcher.errors import RequestError
-from launcher.schema import Batch
+from launcher.schema import Batch, BatchSchedule, BatchScheduleType
 
 small = st.integers(1, 64)
 maybe = st.none() | small
@@ -112,3 +112,58 @@ def test_a_token_budget_counts_sequences_times_their_length() -> None:
 def test_no_batch_at_all_and_numbers_below_one_are_refused() -> None:
     assert refusal(Batch(None, train_micro_batch_size_per_gpu=2)).startswith("batch.train_batch_size=null: set it")
     assert refusal(Batch(0)) == "batch.train_batch_size=0: it must be at least 1"
+
+
+def ramp(initial: int, factor: int = 2) -> BatchSchedule:
+    return BatchSchedule(BatchScheduleType.RAMP, initial_batch_size=initial, over=10, growth_factor=factor)
+
+
+@given(small, small, st.integers(0, 4), st.integers(2, 3), small)
+def test_the_micro_batch_is_the_largest_that_cuts_every_batch_of_a_schedule(
+    share: int, ranks: int, doublings: int, factor: int, maximum: int
+) -> None:
+    levels = [share * ranks * factor**k for k in range(doublings + 2)]
+    batch = Batch(levels[-1], max_micro_batch_size_per_gpu=maximum)
+    cut = solve(batch, ranks, None, ramp(levels[0], factor))
+    assert cut.micro_batch_size == max(
+        m for m in range(1, maximum + 1) if all(level % (m * ranks) == 0 for level in levels)
+    )
+    assert cut.train_batch_size == levels[-1]
+    for level in levels:
+        assert cut.micro_batch_size * cut.accumulation_steps(level) * ranks == level
+
+
+def test_milestones_share_one_micro_batch() -> None:
+    schedule = BatchSchedule(BatchScheduleType.MILESTONES, milestones=[[0, 12], [5, 20], [9, 32]])
+    batch = Batch(32, max_micro_batch_size_per_gpu=8)
+    assert solve(batch, 1, None, schedule) == Cut(32, 4, 8, 1)
+    assert solve(batch, 2, None, schedule) == Cut(32, 2, 8, 2)
+    with pytest.raises(RequestError) as refused:
+        solve(batch, 8, None, schedule)
+    assert refused.value.faults == [
+        "batch_schedule.milestones[0]: 12 sequences cannot be cut into equal parts over 8 ranks: they must be a "
+        "multiple of 8; nearest: 8, 16",
+        "batch_schedule.milestones[1]: 20 sequences cannot be cut into equal parts over 8 ranks: they must be a "
+        "multiple of 8; nearest: 16, 24",
+    ]
+
+
+def test_a_schedule_that_the_given_cut_does_not_fit_is_refused() -> None:
+    def refused(batch: Batch, ranks: int) -> list[str]:
+        with pytest.raises(RequestError) as error:
+            solve(batch, ranks, None, ramp(4))
+        return error.value.faults
+
+    line = "it must be a multiple of 16; nearest: 16"
+    assert refused(Batch(64, train_micro_batch_size_per_gpu=8), 2) == [
+        f"batch_schedule.initial_batch_size=4 cannot be cut into micro-batches of 8 over 2 ranks: {line}"
+    ]
+    assert refused(Batch(64, gradient_accumulation_steps=4), 1) == [
+        f"batch_schedule.initial_batch_size=4 cannot be cut into micro-batches of 16 over 1 rank: {line}"
+    ]
+    triple = Batch(None, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=8)
+    assert solve(triple, 2, None, ramp(4)) == Cut(32, 2, 8, 2)
+    assert refused(triple, 4) == [
+        "batch_schedule.initial_batch_size=4 cannot be cut into micro-batches of 2 over 4 ranks: it must be a "
+        "multiple of 8; nearest: 8"
+    ]

@@ -10,16 +10,22 @@ from launcher import devices, plan
 from launcher.batch import Cut
 from launcher.errors import RequestError
 from launcher.schema import (
+    Accumulation,
     Batch,
+    BatchSchedule,
+    BatchScheduleType,
     Call,
     Cluster,
     Config,
+    Count,
     CustomData,
     Data,
     Device,
     LrSchedule,
     Mode,
     Offload,
+    Optimizer,
+    Scaling,
     Tail,
     Train,
     Zero,
@@ -155,3 +161,133 @@ def test_an_nvme_path_that_cannot_be_written_is_refused_for_root_too() -> None:
     config = replace(LAMBDA, zero=Zero(stage=3), offload=Offload(optimizer=Device.NVME, nvme_path="/proc"))
     with pytest.raises(RequestError, match=r"offload.nvme_path=/proc: it cannot be written \(.*\); name another"):
         plan.make(config)
+
+
+RAMP = BatchSchedule(BatchScheduleType.RAMP, initial_batch_size=3, over=6)
+RAMPED = replace(LAMBDA, batch=Batch(12), batch_schedule=RAMP, cluster=Cluster(ranks_per_node=1))
+
+
+def test_a_ramp_over_phage_lambda() -> None:
+    """98 sequences: 3 steps of 3 and 3 of 6 are 27, 5 of 12 are 60 more, and 11 are left over."""
+    facts = plan.summary(plan.make(RAMPED))
+    assert facts["batch_schedule"] == [
+        {"from_step": 0, "train_batch_size": 3, "gradient_accumulation_steps": 3},
+        {"from_step": 3, "train_batch_size": 6, "gradient_accumulation_steps": 6},
+        {"from_step": 6, "train_batch_size": 12, "gradient_accumulation_steps": 12},
+    ]
+    assert facts["run"] == {"num_steps": 11, "epochs": 87 / 49, "sequences": 87, "tail": "carry"}
+    assert facts["batch"]["gradient_accumulation_steps"] == 12
+    assert facts["warnings"] == []
+
+
+def test_a_constant_batch_is_a_schedule_of_one() -> None:
+    assert plan.summary(plan.make(LAMBDA))["batch_schedule"] == [
+        {"from_step": 0, "train_batch_size": 12, "gradient_accumulation_steps": 2}
+    ]
+
+
+def test_what_scales_the_learning_rate_is_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """A peak of 1e-3 x 12 / 1; the first of two warm-up steps, of 3 sequences, takes half of half of it."""
+    config = replace(
+        RAMPED,
+        batch=Batch(12, lr_scaling=Scaling.LINEAR, reference_batch_size=1),
+        batch_schedule=replace(RAMP, lr_scaling=Scaling.SQRT),
+        lr_schedule=LrSchedule(warmup_tokens=6_000),
+    )
+    made = plan.make(config)
+    facts = plan.summary(made)
+    rate = facts["learning_rate"]
+    assert rate["peak"] == pytest.approx(0.012)
+    assert rate["optimizer_lr"] == 1e-3
+    assert rate["warmup_steps"] == 2
+    assert rate["first"] == pytest.approx(0.012 / 2 / 2)
+    assert rate["last"] == pytest.approx(0.0012)
+    assert rate["counted_in"] == "steps"
+    (warning,) = facts["warnings"]
+    assert warning.startswith("batch.lr_scaling=linear: a global batch of 12 is more than 8 times")
+    plan.render(made, "runs/x")
+    printed = capsys.readouterr().out
+    assert warning in printed
+    assert "the peak is optimizer.lr=0.001 for 1 sequence, scaled to 12 (linear)" in printed
+    assert "2 warm-up steps" in printed
+    rows = [line.split() for line in printed.splitlines()]
+    assert all(row in rows for row in (["1", "3", "3,000", "3"], ["4", "6", "6,000", "6"], ["7", "12", "12,000", "12"]))
+    assert json.loads(plan.files(made)["plan.json"])["warnings"] == [warning]
+
+
+def test_a_run_that_ends_on_the_way_up_is_warned_of() -> None:
+    config = replace(RAMPED, train=Train(max_steps=5))
+    assert plan.summary(plan.make(config))["warnings"] == [
+        "batch_schedule.type=ramp: the run ends after 5 optimizer steps, at a global batch of 6; 12 would come with "
+        "step 7"
+    ]
+    assert plan.summary(plan.make(replace(config, train=Train(max_steps=7))))["warnings"] == []
+
+
+GROWING = replace(
+    RAMPED, batch_schedule=BatchSchedule(BatchScheduleType.NOISE_SCALE, initial_batch_size=3), train=Train(epochs=1)
+)
+
+
+def test_where_the_noise_scale_decides_the_plan_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan.make(GROWING)
+    facts = plan.summary(made)
+    assert facts["batch_schedule"] == [
+        {"from_step": 0, "train_batch_size": 3, "gradient_accumulation_steps": 3},
+        {"from_step": None, "train_batch_size": 6, "gradient_accumulation_steps": 6},
+        {"from_step": None, "train_batch_size": 12, "gradient_accumulation_steps": 12},
+    ]
+    assert facts["run"]["num_steps"] == 16
+    assert facts["learning_rate"]["counted_in"] == "sequences"
+    plan.render(made, "runs/x")
+    printed = capsys.readouterr().out
+    assert "at most 16 optimizer steps" in printed
+    assert "(as the run goes)" in printed
+    in_steps = plan.summary(plan.make(replace(GROWING, train=Train(max_steps=9))))
+    assert in_steps["learning_rate"]["counted_in"] == "steps"
+    with pytest.raises(RequestError, match=r"train\.noise_scale=false: batch_schedule\.type=noise_scale goes by it"):
+        plan.make(replace(GROWING, train=Train(epochs=1, noise_scale=False)))
+
+
+def test_a_schedule_over_a_dataset_of_ones_own_is_planned_as_far_as_it_goes() -> None:
+    own = replace(RAMPED, data=CustomData("json.JSONDecoder"), loss=Call("json.JSONDecoder"))
+    facts = plan.summary(plan.make(own))
+    assert [level["from_step"] for level in facts["batch_schedule"]] == [0, 3, 6]
+    assert facts["learning_rate"]["first"] is None
+    known = plan.summary(plan.make(replace(own, train=Train(max_steps=9))))
+    assert known["learning_rate"]["first"] == pytest.approx(1e-3 / 4)
+    assert known["learning_rate"]["last"] == pytest.approx(1e-4)
+    by_bases = replace(
+        own,
+        data=CustomData("json.JSONDecoder", {"sequence_length": 100}),
+        batch_schedule=replace(RAMP, by=Count.TOKENS, over=6_000),
+        train=Train(max_steps=20),
+    )
+    starts = [level["from_step"] for level in plan.summary(plan.make(by_bases))["batch_schedule"]]
+    assert starts == [0, 10, 15], "30 sequences are 10 steps of 3, 30 more are 5 of 6"
+    flushed = replace(by_bases, accumulation=Accumulation(tail=Tail.FLUSH))
+    starts = [level["from_step"] for level in plan.summary(plan.make(flushed))["batch_schedule"]]
+    assert starts == [0, None, None], "where an epoch ends is not known"
+
+
+def test_faults_of_batches_and_rates_are_told_at_once() -> None:
+    config = replace(
+        RAMPED,
+        batch=Batch(12, train_micro_batch_size_per_gpu=2, lr_scaling=Scaling.SQRT),
+        batch_schedule=replace(RAMP, patience=3),
+        lr_schedule=LrSchedule(warmup_steps=3, warmup_tokens=-1),
+        optimizer=Optimizer(),
+    )
+    with pytest.raises(RequestError) as refused:
+        plan.make(config)
+    assert [line.split(":")[0] for line in refused.value.faults] == [
+        "batch_schedule.patience=3",
+        "lr_schedule.warmup_tokens=-1",
+        "lr_schedule.warmup_tokens=-1 and lr_schedule.warmup_steps=3 are both set",
+        "batch.reference_batch_size=null",
+        "batch_schedule.initial_batch_size=3 cannot be cut into micro-batches of 2 over 1 rank",
+    ]
+    broken = replace(RAMPED, batch=Batch(13, train_micro_batch_size_per_gpu=2), batch_schedule=replace(RAMP, over=0))
+    with pytest.raises(RequestError) as refused:
+        plan.make(broken)
+    assert [line.split("=")[0] for line in refused.value.faults] == ["batch_schedule.over", "batch.train_batch_size"]

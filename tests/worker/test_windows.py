@@ -150,6 +150,22 @@ def test_the_short_last_batch_of_an_epoch_leaves_micro_batches_short_or_empty() 
     assert second[1].weight.weight == order[2] + order[3]
 
 
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("tail", Tail)
+def test_a_batch_schedule_changes_the_accumulation_and_nothing_else(micro: int, ranks: int, tail: Tail) -> None:
+    """Batches of 4, 12 and 8 sequences, whatever the cut; dropout masks go by the step and the first sequence."""
+    source, steps = TorchSource(Numbers(30)), Steps(30, 4, tail, 100, 3).grown(2, 12).grown(4, 8)
+    cut = Cut(8, micro, 8 // (micro * ranks), ranks)
+    of_ranks = [Shares(source, Custom(count_items), steps, cut, rank) for rank in range(ranks)]
+    for step, size in enumerate([4, 4, 12, 12, 8, 8, 8]):
+        order = steps.sequences(step)
+        assert {len(of_rank[step].micro_batches) for of_rank in of_ranks} == {size // (micro * ranks)}
+        assert {of_rank[step].num_sequences for of_rank in of_ranks} == {len(order)}
+        assert joined(of_ranks, step)["inputs"].tolist() == order.tolist()
+        keys = sequence_keys(3, step, np.arange(0, size, micro))
+        assert [micro_batch.dropout_seed for micro_batch in dealt(of_ranks, step)] == [int(key) >> 1 for key in keys]
+
+
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut[0] * 2 < 12])
 def test_an_epoch_under_flush_is_every_sequence_once_in_every_cut(cut: tuple[int, int, int]) -> None:
     of_ranks = shares(TorchSource(Numbers(17)), *cut, tail=Tail.FLUSH)
