@@ -5,17 +5,20 @@ What was measured about each (DeepSpeed 0.19.8) is in docs/exactness.md.
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from launcher.errors import RequestError
-from launcher.worker import models
+from launcher.schema import Optimizer, OptimizerType, Sync
+from launcher.worker import optimizers
 
 
 def check_precision(values: Mapping[str, Any]) -> None:
@@ -41,16 +44,24 @@ class Update:
 
 
 class Engine:
-    """A DeepSpeed engine whose window ends after ``gradient_accumulation_steps`` backward passes."""
+    """A DeepSpeed engine whose windows this program begins and ends: each may have its own number of micro-batches."""
 
-    def __init__(self, model: nn.Module, values: Mapping[str, Any], weight_decay: float) -> None:
+    def __init__(self, model: nn.Module, values: Mapping[str, Any], optimizer: Optimizer, sync: Sync) -> None:
         self.deepspeed, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=models.parameter_groups(model, weight_decay),
-            config=dict(values),
+            model=model, config=dict(values), **optimizers.arguments(model, optimizer)
         )
+        if isinstance(self.deepspeed.basic_optimizer, optimizers.LayerWise) and self.deepspeed.zero_optimization():
+            self.deepspeed.basic_optimizer.find_slices(self.deepspeed.optimizer)
         _forget_initialisation_step(self.deepspeed.optimizer)
+        # DeepSpeed measures what Muon has made of the gradients, which is not their norm.
+        self._measures_gradients = optimizer.type is not OptimizerType.MUON
         self._clipping = float(values["gradient_clipping"])
+        # Below stage 2 DeepSpeed communicates once a window by itself.
+        self._coalesces = sync is Sync.ONCE_PER_WINDOW and self.deepspeed.zero_optimization_stage() >= 2
+        self._window = ExitStack()
+        self._micro_batches_left = 0
+        if values["data_types"]["grad_accum_dtype"] == "fp32" and (self._coalesces or self._stage == 0):
+            _sum_gradients_in_fp32(self.deepspeed)
         self._data_parallel_size = self.deepspeed.dp_world_size
         # Only plain torch training in fp32 leaves the gradients on the parameters, where DeepSpeed looks at neither
         # their norm nor whether they are finite.
@@ -63,6 +74,10 @@ class Engine:
         return self.deepspeed
 
     @property
+    def _stage(self) -> int:
+        return int(self.deepspeed.zero_optimization_stage())
+
+    @property
     def device(self) -> torch.device:
         return torch.device(self.deepspeed.device)
 
@@ -70,13 +85,18 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def begin_window(self) -> None:
-        """Make the gradients that live until the window ends: made by the first backward pass, they would lie among its
-        activations and keep the heap of a CPU rank from using that space again."""
-        if self.deepspeed.zero_optimization_stage() < 2:
+    def begin_window(self, num_micro_batches: int) -> None:
+        """The next ``num_micro_batches`` backward passes are one optimizer step."""
+        if self._stage < 2:
+            # Gradients live until the window ends: made by the first backward pass, they would lie among its
+            # activations and keep the heap of a CPU rank from using that space again.
             for parameter in self.deepspeed.module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        self._micro_batches_left = num_micro_batches
+        if self._coalesces:
+            self._window.enter_context(self.deepspeed.coalesce_grad_reduction())
+        self._set_boundary()
 
     def backward(self, loss_sum: torch.Tensor, weight: float) -> None:
         """Accumulate the gradient of ``loss_sum / weight``, where ``weight`` is that of the whole global batch.
@@ -85,13 +105,32 @@ class Engine:
         not to divide by the accumulation steps.
         """
         self.deepspeed.backward(loss_sum * (self._data_parallel_size / weight), scale_wrt_gas=False)
+        self._micro_batches_left -= 1
+        self._set_boundary()
 
-    def end_micro_batch(self) -> None:
-        """Count a micro-batch that does not end the window."""
-        self.deepspeed.step()
+    def own_gradient_norm(self) -> torch.Tensor:
+        """The norm of the gradient that this rank has summed up so far in the window, before any reduction.
+
+        Only where it is still there: below stage 2, or where gradients are communicated once a window.
+        """
+        optimizer = self.deepspeed.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            gradients = optimizer.fp32_groups_gradients_flat
+        else:
+            kept = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+            found = [getattr(parameter, kept, None) for parameter in self.deepspeed.module.parameters()]
+            gradients = [gradient for gradient in found if gradient is not None]
+        scale = float(optimizer.loss_scale) if self.deepspeed.fp16_enabled() else 1.0
+        return torch.nn.utils.get_total_norm(gradients).double() / (scale * self._data_parallel_size)
+
+    def _set_boundary(self) -> None:
+        """Tell DeepSpeed, which counts for itself otherwise, whether the next backward pass is the window's last."""
+        self.deepspeed.set_gradient_accumulation_boundary(self._micro_batches_left <= 1)
 
     def end_window(self) -> Update:
         """Clip the accumulated gradient once, apply and clear it; on all ranks, or on none if it is not finite."""
+        self._window.close()  # gradients that were summed here are reduced now
+        self._set_boundary()
         norm = None
         if self._plain:
             gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
@@ -105,10 +144,20 @@ class Engine:
             reported = self.deepspeed.get_global_grad_norm()
             norm = None if reported is None else float(reported)
         applied = bool(self.deepspeed.was_step_applied()) and (norm is None or math.isfinite(norm))
-        if norm is None or not math.isfinite(norm):
+        if norm is None or not math.isfinite(norm) or not self._measures_gradients:
             return Update(None, None, applied)
         clipped = norm * min(1.0, self._clipping / (norm + 1e-6)) if self._clipping > 0 else norm
         return Update(norm, clipped, applied)
+
+
+def _sum_gradients_in_fp32(engine: Any) -> None:
+    """Let autograd add up the gradients of bf16 and fp16 weights in fp32, and DeepSpeed reduce them so."""
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+    if hasattr(engine.optimizer, "_gradient_reduction_buffer_dtype"):
+        # Stage 2 would round the sums to copy them into its buckets.
+        engine.optimizer._gradient_reduction_buffer_dtype = lambda: torch.float32
 
 
 @torch.no_grad()

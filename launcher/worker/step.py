@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from launcher import noise_scale
 from launcher.worker import distributed
 from launcher.worker.engine import Engine, Update
 from launcher.worker.objectives import Batch, Objective, Weight
@@ -19,9 +20,12 @@ class Outcome:
     loss: float | None
     weight: Weight
     update: Update
+    noise: noise_scale.Estimate | None = None
 
 
-def train_step(engine: Engine, objective: Objective, share: Share, learning_rate: float) -> Outcome:
+def train_step(
+    engine: Engine, objective: Objective, share: Share, learning_rate: float, measure_noise: bool = False
+) -> Outcome:
     """Accumulate this rank's share of the global batch and apply one update.
 
     The loss is the sum over the whole global batch divided by its weight, so that neither unequal micro-batches nor
@@ -31,19 +35,41 @@ def train_step(engine: Engine, objective: Objective, share: Share, learning_rate
     if weight.weight == 0:
         return Outcome(None, weight, Update(None, None, applied=False))
     engine.set_learning_rate(learning_rate)
-    engine.begin_window()
+    engine.begin_window(len(share.micro_batches))
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for number, micro_batch in enumerate(share.micro_batches, start=1):
+    first = None
+    for micro_batch in share.micro_batches:
         loss = _loss(engine, objective, micro_batch)
         total += loss.detach()
         engine.backward(loss, weight.weight)
         del loss  # and with it what autograd still holds, before the next micro-batch needs the space
-        if number < len(share.micro_batches):
-            engine.end_micro_batch()
+        if measure_noise and micro_batch is share.micro_batches[0]:
+            first = engine.own_gradient_norm()
     update = engine.end_window()
-    (loss_sum,) = distributed.sum_over_ranks([total.item()], engine.device)
+    sums = [total.item(), *_small_gradient(first, share.micro_batches[0].weight.weight, weight.weight)]
+    loss_sum, *small = distributed.sum_over_ranks(sums, engine.device)
     mean = loss_sum / weight.weight
-    return Outcome(mean if math.isfinite(mean) else None, weight, update)
+    noise = _noise(update, small, weight.weight, share.num_sequences) if len(share.micro_batches) > 1 else None
+    return Outcome(mean if math.isfinite(mean) else None, weight, update, noise)
+
+
+def _small_gradient(norm: torch.Tensor | None, weight: float, total: float) -> tuple[float, float, float]:
+    """Of one rank's first micro-batch, to be summed over the ranks: |sum of gradients|^2 / weight, the weight, and 1.
+
+    ``norm`` is that of the sum over ``total``. A micro-batch without a target tells nothing.
+    """
+    if norm is None or weight == 0:
+        return 0.0, 0.0, 0.0
+    return (norm.item() * total) ** 2 / weight, weight, 1.0
+
+
+def _noise(update: Update, small: list[float], weight: float, num_sequences: int) -> noise_scale.Estimate | None:
+    squares, small_weight, parts = small
+    if parts == 0 or not update.applied or update.grad_norm is None:
+        return None
+    return noise_scale.estimate(
+        squares / parts, small_weight / parts, update.grad_norm**2 * weight, weight, num_sequences
+    )
 
 
 @torch.no_grad()
@@ -68,7 +94,7 @@ def evaluate(engine: Engine, objective: Objective, shares: Iterable[Share]) -> t
 def _loss(engine: Engine, objective: Objective, micro_batch: MicroBatch) -> torch.Tensor:
     """The sum of losses of one micro-batch, with the dropout masks that belong to it."""
     torch.manual_seed(micro_batch.dropout_seed)
-    loss = objective.loss(engine.module, _to(engine.device, micro_batch.batch))
+    loss = objective.loss(engine.module, to_device(engine.device, micro_batch.batch))
     return loss * 0 if micro_batch.is_empty else loss
 
 
@@ -77,13 +103,13 @@ def _over_ranks(weight: Weight, device: torch.device) -> Weight:
     return Weight(summed[0], int(summed[1]), int(summed[2]))
 
 
-def _to(device: torch.device, batch: Batch) -> Batch:
+def to_device(device: torch.device, batch: Batch) -> Batch:
     if device.type == "cpu":
         return batch
     moved: Batch = {}
     for name, value in batch.items():
         if isinstance(value, dict):
-            moved[name] = _to(device, value)
+            moved[name] = to_device(device, value)
         else:
             moved[name] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
     return moved

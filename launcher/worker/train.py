@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from launcher import decode, lr, plan
+from launcher import decode, noise_scale, traffic
 from launcher.batch import Cut
-from launcher.errors import RequestError, RunError
+from launcher.course import Course
+from launcher.errors import RunError
+from launcher.noise_scale import Estimate
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
 from launcher.schema import Checkpointing, Config, Tail
@@ -33,14 +35,12 @@ class Trainer:
         self, config: Config, cut: Cut, values: dict[str, Any], rank: Rank, run_dir: RunDir, task: Task
     ) -> None:
         self.config, self.cut, self.rank, self.run_dir, self.task = config, cut, rank, run_dir, task
-        self.steps = plan.steps_of(config, cut, len(task.train))
-        if faults := lr.check(config.lr_schedule, self.steps.num_steps):
-            raise RequestError(*faults)
-        model = models.build(config.model, config.seed, values)
+        self.course = Course(config, cut, len(task.train))
+        model = models.build(config.model, config.seed, values, config.train.batch_norm)
         if config.activation.checkpointing is Checkpointing.FULL:
             models.checkpoint_activations(model)
-        self.engine = Engine(model, values, config.optimizer.weight_decay)
-        self.shares = Shares(task.train, task.objective, self.steps, cut, rank.rank)
+        self.engine = Engine(model, values, config.optimizer, traffic.sync(config))
+        self.measures_noise = noise_scale.unavailable(config) is None
         self.tokens_seen = 0
         self.num_updates = self.skips_in_a_row = 0
         self.trackers = _start_trackers(config, values, run_dir) if rank.is_first else []
@@ -48,17 +48,18 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """All optimizer steps, the evaluations between and after them, and the checkpoints; returns the summary."""
-        train, last = self.config.train, self.steps.num_steps
+        train = self.config.train
         evaluation: dict[str, Any] = {}
         for number, share, data_time_s in self._timed_shares():
             self._step(number, share, data_time_s)
             done = number + 1
+            last = self.course.steps.num_steps
             if self.task.validation and (done == last or _is_due(done, train.eval_every)):
                 evaluation = self._evaluate(done)
             if done == last or _is_due(done, self.config.checkpoint.every):
                 self._save(done)
             self._heartbeat(done)
-        summary = {"num_steps": last, **evaluation}
+        summary = {"num_steps": self.course.steps.num_steps, **evaluation}
         if self.rank.is_first:
             summary |= self.task.baselines()
         for tracker in self.trackers:
@@ -67,20 +68,26 @@ class Trainer:
 
     def _timed_shares(self) -> Iterator[tuple[int, Share, float]]:
         """This rank's share of every step, and the seconds that training waited for it."""
-        numbers = range(self.steps.num_steps)
-        shares = iter(read_ahead(self.shares, numbers, self.config.data.num_workers))
-        for number in numbers:
-            start = time.perf_counter()
-            share = next(shares)
-            yield number, share, time.perf_counter() - start
+        number = 0
+        while number < self.course.steps.num_steps:
+            steps = self.course.steps
+            source = Shares(self.task.train, self.task.objective, steps, self.cut, self.rank.rank)
+            shares = iter(read_ahead(source, range(number, steps.num_steps), self.config.data.num_workers))
+            # What was read ahead holds until the course of the run changes.
+            while number < steps.num_steps and steps is self.course.steps:
+                start = time.perf_counter()
+                share = next(shares)
+                yield number, share, time.perf_counter() - start
+                number += 1
 
     def _step(self, number: int, share: Share, data_time_s: float) -> None:
         start = time.perf_counter()
-        learning_rate = self.config.optimizer.lr * lr.factor(self.config.lr_schedule, number, self.steps.num_steps)
-        outcome = step.train_step(self.engine, self.task.objective, share, learning_rate)
+        steps, learning_rate = self.course.steps, self.course.learning_rate(number)
+        outcome = step.train_step(self.engine, self.task.objective, share, learning_rate, self.measures_noise)
         step_time_s = time.perf_counter() - start + data_time_s
         (peak_memory,) = distributed.max_over_ranks([_peak_memory_bytes(self.engine.device)], self.engine.device)
         self.tokens_seen += outcome.weight.tokens
+        self.course.record(number, outcome.update.applied, self._agreed(outcome.noise))
         self._log(
             {
                 "kind": "train",
@@ -94,8 +101,8 @@ class Trainer:
                 "tokens": outcome.weight.tokens,
                 "padded_tokens": outcome.weight.padded_tokens,
                 "tokens_seen": self.tokens_seen,
-                "sequences_seen": self.steps.sequences_before(number + 1),
-                "gradient_accumulation_steps": self.cut.gradient_accumulation_steps,
+                "sequences_seen": steps.sequences_before(number + 1),
+                "gradient_accumulation_steps": len(share.micro_batches),
                 "train_batch_size": share.num_sequences,
                 "micro_batch_size": self.cut.micro_batch_size,
                 "tokens_per_s": outcome.weight.tokens / step_time_s,
@@ -104,20 +111,27 @@ class Trainer:
                 "peak_memory_bytes": int(peak_memory),
                 "mfu": None,
                 "skipped": not outcome.update.applied,
-                "noise_scale": None,
+                "noise_scale": self.course.noise_scale if self.measures_noise else None,
                 "time": now(),
             }
         )
         self.num_updates += outcome.update.applied
         self.skips_in_a_row = 0 if outcome.update.applied else self.skips_in_a_row + 1
         limit = self.config.train.max_consecutive_skips
-        learned_nothing = self.num_updates == 0 and number + 1 == self.steps.num_steps
+        learned_nothing = self.num_updates == 0 and number + 1 == self.course.steps.num_steps
         if self.skips_in_a_row >= limit or learned_nothing:
             reason = "loss or gradients are not finite" if outcome.weight.weight else "no base is a target"
             raise RunError(
                 f"step {number + 1}: no update could be applied, {reason} "
                 f"({self.skips_in_a_row} in a row; train.max_consecutive_skips={limit})"
             )
+
+    def _agreed(self, noise: Estimate | None) -> Estimate | None:
+        """Rank 0's, where it decides over the batches to come: a last digit that differs must not part the ranks."""
+        if noise is None or not self.course.grows:
+            return noise
+        values = [noise.signal, noise.noise] if self.rank.is_first else [0.0, 0.0]
+        return Estimate(*distributed.sum_over_ranks(values, self.engine.device))
 
     def _evaluate(self, done: int) -> dict[str, Any]:
         assert self.task.validation is not None
@@ -147,7 +161,11 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         self._tell(f"saving step {done}")
-        state = {"step": done, "tokens_seen": self.tokens_seen, "sequences_seen": self.steps.sequences_before(done)}
+        state = {
+            "step": done,
+            "tokens_seen": self.tokens_seen,
+            "sequences_seen": self.course.steps.sequences_before(done),
+        }
         checkpoint.save(self.engine, self.run_dir.checkpoints, done, state)
         self._tell(None)
 
@@ -164,10 +182,10 @@ class Trainer:
 
     def _heartbeat(self, done: int) -> None:
         if self.rank.is_first and (
-            time.monotonic() - self.last_heartbeat > HEARTBEAT_S or done == self.steps.num_steps
+            time.monotonic() - self.last_heartbeat > HEARTBEAT_S or done == self.course.steps.num_steps
         ):
             self.last_heartbeat = time.monotonic()
-            self.run_dir.write_status(step=done, num_steps=self.steps.num_steps, activity=None)
+            self.run_dir.write_status(step=done, num_steps=self.course.steps.num_steps, activity=None)
 
 
 def _start_trackers(config: Config, values: dict[str, Any], run_dir: RunDir) -> list[Any]:

@@ -31,6 +31,7 @@ class MicroBatch:
     is_empty: bool
     """It stands in for sequences that the last batch of an epoch lacks: it takes part and adds nothing."""
     dropout_seed: int
+    weight: Weight = field(default_factory=Weight)
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,19 @@ class Shares(Dataset[Share]):
 
     def __getitem__(self, step: int) -> Share:
         sequences = self._steps.sequences(step)
-        keys = sequence_keys(self._steps.seed, step, np.arange(self._cut.train_batch_size))
+        batch_size = self._steps.batch_size(step)
+        keys = sequence_keys(self._steps.seed, step, np.arange(batch_size))
         micro_batches, total = [], Weight()
-        for number in range(self._cut.gradient_accumulation_steps):
+        for number in range(self._cut.accumulation_steps(batch_size)):
             first = (number * self._cut.data_parallel_size + self._rank) * self._cut.micro_batch_size
             places = np.arange(first, min(first + self._cut.micro_batch_size, len(sequences)))
             is_empty = len(places) == 0
             if is_empty:
                 places = np.array([0])
             batch = self._source.fetch(sequences[places], keys[places])
-            micro_batches.append(MicroBatch(batch, is_empty, dropout_seed=int(keys[first]) >> 1))
-            if not is_empty:
-                total += self._objective.weigh(batch)
+            weight = Weight() if is_empty else self._objective.weigh(batch)
+            micro_batches.append(MicroBatch(batch, is_empty, int(keys[first]) >> 1, weight))
+            total += weight
         return Share(micro_batches, total, len(sequences))
 
 

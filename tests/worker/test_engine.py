@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher import deepspeed_json
+from launcher import deepspeed_json, traffic
 from launcher.batch import Cut
 from launcher.ranks import Rank
 from launcher.schema import Call, Config, Dtype, Optimizer, OptimizerType, Precision, Train, Zero
@@ -73,7 +73,7 @@ def engine_of(name: str, config: Config) -> Iterator[Any]:
 
     request = runs.TINY_LLAMA if name == "llama" else Call(f"tests.worker.test_engine.{name}")
     values = deepspeed_json.build(config, Cut(2 * RANKS, 1, 2, RANKS)).values
-    engine = Engine(models.build(request, 0, values), values, config.optimizer.weight_decay)
+    engine = Engine(models.build(request, 0, values), values, config.optimizer, traffic.sync(config))
     engine.set_learning_rate(LEARNING_RATE)
     yield engine
     engine.deepspeed.destroy()
@@ -118,8 +118,8 @@ def follow(rank: Rank, stage: int, dtype: Dtype, clipping: float | None) -> Resu
         updates = []
         for step in range(NUM_STEPS):
             first, second = gradients(step)[2 * rank.rank : 2 * rank.rank + 2]
+            engine.begin_window(2)
             engine.backward(engine.module(first).float(), 2 * RANKS)
-            engine.end_micro_batch()
             engine.backward(engine.module(second).float(), 2 * RANKS)
             updates.append(engine.end_window())
         return {
@@ -135,10 +135,9 @@ def decay(stage: int, dtype: Dtype) -> Results:
     """The weights before and after a step whose gradients are all zero, so that nothing but decay moves them."""
     with engine_of("Layers", configure(stage, dtype)) as engine:
         before = masters_of(engine)
-        for number in range(2):
+        engine.begin_window(2)
+        for _ in range(2):
             engine.backward(engine.module(torch.tensor([[0, 3, 1]])).float().sum() * 0, 1.0)
-            if number == 0:
-                engine.end_micro_batch()
         update = engine.end_window()
         return {"before": before, "after": masters_of(engine), "norm": update.grad_norm}
 
@@ -149,15 +148,14 @@ def rotary(stage: int) -> Results:
         model = engine.module.module
         losses = []
         for _ in range(2):
-            for number in range(2):
+            engine.begin_window(2)
+            for _ in range(2):
                 tokens = torch.arange(64).reshape(1, 64) % 5 + 2
                 logits = engine.module(tokens).logits[:, :-1]
                 loss = nn.functional.cross_entropy(
                     logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
                 )
                 engine.backward(loss, 63 * 2 * RANKS)
-                if number == 0:
-                    engine.end_micro_batch()
             engine.end_window()
             losses.append(loss.item() / 63)
         return {

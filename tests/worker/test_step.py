@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher import deepspeed_json
+from launcher import deepspeed_json, traffic
 from launcher.batch import Cut
 from launcher.ranks import Rank
 from launcher.schema import Call, Config, Dtype, Optimizer, OptimizerType, Precision, Train, Zero
@@ -90,7 +90,7 @@ class Training:
         cut = Cut(accumulation * rank.world_size, 1, accumulation, rank.world_size)
         values = deepspeed_json.build(config, cut).values
         request = Call("tests.worker.test_step.Dot", {"width": width, "dropout": dropout})
-        self.engine = Engine(models.build(request, 0, values), values, config.optimizer.weight_decay)
+        self.engine = Engine(models.build(request, 0, values), values, config.optimizer, traffic.sync(config))
         self.objective = Custom(sum_of_targets)
         self.rank = rank.rank
 
