@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import decode, plan, rundir, salvage
 from launcher.compose import Composed
-from launcher.errors import RequestError
+from launcher.errors import RequestError, RunError
 from launcher.output import say
 from launcher.plan import Plan
 from launcher.rundir import RunDir
@@ -41,10 +42,11 @@ def show(job: Job) -> None:
     plan.render(job.plan, job.run_dir)
 
 
-def run(job: Job) -> RunDir:
-    """Make the run directory, freeze the configuration and the plan in it, and train.
+def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
+    """Make the run directory, freeze the configuration and the plan in it, and train, or verify.
 
-    Raises RequestError if the directory cannot be had, and whatever ``local.run`` raises.
+    ``worker`` is the command of a rank, if another than this program's own. Raises RequestError if the directory cannot
+    be had, RunError if a cut does not pass, and whatever ``local.run`` raises.
     """
     from launcher import local, progress  # not needed to plan, which has to be quick
 
@@ -52,8 +54,26 @@ def run(job: Job) -> RunDir:
     try:
         say(f"run directory {run_dir.path}")
         run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan)})
-        local.run(job.config, job.plan.num_ranks, job.plan.num_steps, run_dir)
-        progress.print_summary(run_dir)
+        if job.config.mode is Mode.VERIFY:
+            # One rank first: it computes the whole batch, which the others are held against.
+            local.run(job.config, sorted({1, job.plan.num_ranks}), None, run_dir, worker)
+            _judge(job.config, run_dir)
+        else:
+            local.run(job.config, [job.plan.num_ranks], job.plan.num_steps, run_dir, worker)
+            progress.print_summary(run_dir)
         return run_dir
     finally:
         run_dir.release()
+
+
+def _judge(config: Config, run_dir: RunDir) -> None:
+    """Write ``verify.json`` from what the ranks left, and print it; raises RunError if a cut does not pass."""
+    from launcher import verify
+
+    found = verify.collect(config, run_dir)
+    verify.render(found)
+    failed = [row for row in found["cuts"] if not row["passed"]]
+    if failed:
+        reason = f"{len(failed)} of {len(found['cuts'])} cuts give another update than the whole batch"
+        run_dir.write_status(state="failed", reason=reason)
+        raise RunError(f"{reason} (see {run_dir.verify})")

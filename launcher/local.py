@@ -26,9 +26,14 @@ POLL_S = 0.05
 
 
 def run(
-    config: Config, num_ranks: int, num_steps: int | None, run_dir: RunDir, worker: Sequence[str] | None = None
+    config: Config,
+    groups: Sequence[int],
+    num_steps: int | None,
+    run_dir: RunDir,
+    worker: Sequence[str] | None = None,
 ) -> None:
-    """Train the run frozen in ``run_dir``: start its ranks, show how they get on, and return when all are done.
+    """Do what is frozen in ``run_dir``: start groups of so many ranks, one group after another, show how they get on,
+    and return when all are done.
 
     Raises RunError naming the first rank that failed, RequestError where that rank found the request wrong, and
     RunInterruptedError on SIGINT, SIGTERM or SIGHUP. No process of the run is left then.
@@ -37,7 +42,8 @@ def run(
     run_dir.write_status(attempt=1, pid=os.getpid(), host=socket.gethostname())
     try:
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
-            _supervise(num_ranks, run_dir, worker or WORKER, progress, caught)
+            for num_ranks in groups:
+                _supervise(num_ranks, run_dir, worker or WORKER, progress, caught)
     except BaseException as error:
         reason = str(error) or type(error).__name__
         run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)

@@ -7,20 +7,28 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher import batch, deepspeed_json, devices, genome, lr, steps, validate
-from launcher.batch import Cut
+from launcher import batch, batch_schedule, deepspeed_json, devices, genome, lr, steps, validate, verify
+from launcher.batch import CONSTANT, Cut
+from launcher.batch_schedule import Levels
 from launcher.deepspeed_json import DeepSpeedJSON
 from launcher.errors import RequestError
 from launcher.genome import Genome
-from launcher.schema import Config, CustomData, Data, Device, Mode
+from launcher.lr import Rates
+from launcher.schema import Config, Count, CustomData, Data, Device, Mode, Scaling, Tail
 from launcher.steps import Steps
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Result = TypeVar("Result")
 
 MAX_WIDTH = 200
 """Columns of a plan that is printed to a file or a pipe."""
+
+MAX_LEVELS = 20
+"""Global batches of a schedule that are printed; plan.json has all."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Plan:
     deepspeed: DeepSpeedJSON
     genome: Genome | None
     num_steps: int | None
+    """At most so many where batches grow by the noise scale and not ``max_steps`` ends the run."""
 
     @property
     def num_ranks(self) -> int:
@@ -44,7 +53,11 @@ def make(config: Config) -> Plan:
 
     Raises RequestError with every fault that was found.
     """
+    length = sequence_length(config)
+    schedule_faults = batch_schedule.check(config.batch_schedule, length)
+    rate_faults = lr.check(config.lr_schedule, length) + lr.check_scaling(config.batch)
     faults = validate.check(config) + deepspeed_json.check(config) + _check_packages(config) + _check_nvme(config)
+    faults += batch_schedule.check_keys(config.batch_schedule) + schedule_faults + rate_faults
 
     def attempt(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
         try:
@@ -54,19 +67,28 @@ def make(config: Config) -> Plan:
             return None
 
     ranks = attempt(num_ranks, config)
-    cut = (
-        attempt(batch.solve, config.batch, ranks, sequence_length(config)) if ranks is not None and ranks > 0 else None
-    )
+    schedule = CONSTANT if schedule_faults else config.batch_schedule
+    cut = attempt(batch.solve, config.batch, ranks, length, schedule) if ranks is not None and ranks > 0 else None
     read: Genome | None = None
     if isinstance(config.data, Data):
         data_faults = genome.check(config.data)
         faults += data_faults
         if not data_faults:
             read = attempt(genome.load, config.data, keep=config.mode is not Mode.PLAN and not faults)
-    counted = attempt(count_steps, config, cut, len(read.train) if read else None) if cut is not None else None
-    # Without a cut the limit that is known still tells of a warm-up that is too long.
-    known = counted if cut is not None else config.train.max_steps
-    faults += lr.check(config.lr_schedule, known if known is None or known >= 1 else None)
+    counted = None
+    if cut is not None and not schedule_faults:
+        counted = attempt(count_steps, config, cut, len(read.train) if read else None)
+    if not rate_faults:
+        run = _run(config, cut, read, counted) if cut is not None else None
+        if cut is not None and run is not None:
+            attempt(rates_of, config, cut, run)
+        elif config.lr_schedule.warmup_tokens is None:
+            # Without a cut the limit that is known still tells of a warm-up that is too long.
+            known = counted if cut is not None else config.train.max_steps
+            if known is not None and known >= 1:
+                faults += lr.check_length(config.lr_schedule, known, config.lr_schedule.warmup_steps)
+    if cut is not None and config.mode is Mode.VERIFY:
+        faults += verify.check(config, cut)
     if faults:
         raise RequestError(*faults)
     assert cut is not None
@@ -128,17 +150,27 @@ def sequence_length(config: Config) -> int | None:
     return config.data.sequence_length
 
 
+def levels_of(config: Config, cut: Cut) -> Levels:
+    return batch_schedule.levels(config.batch_schedule, cut.train_batch_size, sequence_length(config))
+
+
 def count_steps(config: Config, cut: Cut, num_sequences: int | None) -> int | None:
-    return steps.count(
-        config.train, config.accumulation.tail, cut.train_batch_size, num_sequences, sequence_length(config)
-    )
+    levels = levels_of(config, cut)
+    return steps.count(config.train, config.accumulation.tail, levels, num_sequences, sequence_length(config))
 
 
 def steps_of(config: Config, cut: Cut, num_sequences: int) -> Steps:
     """The optimizer steps of a run over N training sequences."""
-    counted = count_steps(config, cut, num_sequences)
-    assert counted is not None, "the number of sequences is known"
-    return Steps(num_sequences, cut.train_batch_size, config.accumulation.tail, counted, config.seed)
+    levels, length = levels_of(config, cut), sequence_length(config)
+    return steps.of(config.train, config.accumulation.tail, levels, num_sequences, length, config.seed)
+
+
+def rates_of(config: Config, cut: Cut, run: Steps) -> Rates:
+    """The learning rates of a run.
+
+    Raises RequestError where it is too short for its schedule.
+    """
+    return lr.rates(config, cut.train_batch_size, run, sequence_length(config))
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -151,7 +183,8 @@ def summary(plan: Plan) -> dict[str, Any]:
 
     window = cut.micro_batch_size * cut.gradient_accumulation_steps
     sequences = len(plan.genome.train) if plan.genome else None
-    run = steps_of(config, cut, sequences) if sequences is not None else None
+    run = _run(config, cut, plan.genome, counted)
+    rates = rates_of(config, cut, run) if run is not None else None
     return {
         "batch": {
             **asdict(cut),
@@ -162,26 +195,82 @@ def summary(plan: Plan) -> dict[str, Any]:
         },
         "run": {
             "num_steps": counted,
-            "epochs": run.epochs() if run else None,
-            "sequences": run.sequences_before(run.num_steps) if run else None,
+            "epochs": run.epochs() if run and sequences is not None else None,
+            "sequences": run.sequences_before(run.num_steps) if run and sequences is not None else None,
             "tail": config.accumulation.tail.value,
         },
         "learning_rate": {
             "schedule": config.lr_schedule.type.value,
-            "peak": config.optimizer.lr,
-            "warmup_steps": config.lr_schedule.warmup_steps,
+            "optimizer_lr": config.optimizer.lr,
+            "lr_scaling": config.batch.lr_scaling.value,
+            "reference_batch_size": config.batch.reference_batch_size,
+            "peak": lr.peak(config, cut.train_batch_size),
+            "warmup_steps": rates.warmup_steps if rates else _known_warmup(config),
+            "counted_in": rates and ("sequences" if rates.by_sequences else "steps"),
             "horizon_steps": counted,
-            "first": _learning_rate(config, 0, counted),
-            "last": _learning_rate(config, counted - 1, counted) if counted else None,
+            "first": rates.of(0) if rates else None,
+            "last": rates.of(rates.steps.num_steps - 1) if rates else None,
         },
+        "batch_schedule": _segments(plan, run),
         "data": {
             "fingerprint": plan.genome.fingerprint if plan.genome else None,
             "cache": plan.genome.entries if plan.genome else None,
             "train_sequences": sequences,
             "validation_sequences": len(plan.genome.validation) if plan.genome and plan.genome.validation else None,
         },
+        "warnings": _warnings(plan, run),
+        **({"verify": [asdict(one) for one in verify.cuts(config, cut)]} if config.mode is Mode.VERIFY else {}),
         "deepspeed_sources": plan.deepspeed.sources,
     }
+
+
+def _run(config: Config, cut: Cut, read: Genome | None, num_steps: int | None) -> Steps | None:
+    """The steps of the run; None where they depend on a length that only the job can know."""
+    if num_steps is None:
+        return None
+    if read is not None:
+        return steps_of(config, cut, len(read.train))
+    by_bases = config.batch_schedule.by is Count.TOKENS or config.lr_schedule.warmup_tokens is not None
+    if config.accumulation.tail is Tail.FLUSH and by_bases:
+        return None
+    # Where an epoch ends changes neither the batch in force nor the learning rate of a step: as if none ended.
+    return steps_of(config, cut, 2**62)
+
+
+def _known_warmup(config: Config) -> int | None:
+    return config.lr_schedule.warmup_steps if config.lr_schedule.warmup_tokens is None else None
+
+
+def _segments(plan: Plan, run: Steps | None) -> list[dict[str, int | None]]:
+    """The batches of the run in order; ``from_step`` is None where only the job can tell."""
+    levels = levels_of(plan.config, plan.cut)
+    found: list[tuple[int | None, int]]
+    if run is not None:
+        found = [(segment.first_step, segment.batch_size) for segment in run.segments]
+        found += [(None, size) for size in levels.sizes[len(levels.starts) :]]
+    else:
+        known = (0,) if levels.by_sequences else levels.starts
+        found = [(known[k] if k < len(known) else None, size) for k, size in enumerate(levels.sizes)]
+    return [
+        {
+            "from_step": first,
+            "train_batch_size": size,
+            "gradient_accumulation_steps": plan.cut.accumulation_steps(size),
+        }
+        for first, size in found
+    ]
+
+
+def _warnings(plan: Plan, run: Steps | None) -> list[str]:
+    lines = lr.warnings(plan.config, plan.cut.train_batch_size)
+    if run is not None and run.segments[-1].first_step >= run.num_steps:
+        reached = run.batch_size(run.num_steps - 1)
+        lines.append(
+            f"batch_schedule.type={plan.config.batch_schedule.type.value}: the run ends after {run.num_steps} "
+            f"optimizer steps, at a global batch of {reached}; {plan.cut.train_batch_size} would come with step "
+            f"{run.segments[-1].first_step + 1}"
+        )
+    return lines
 
 
 def files(plan: Plan) -> dict[str, str]:
@@ -196,6 +285,7 @@ def render(plan: Plan, run_dir: object) -> None:
     """Print the plan for a person."""
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -203,6 +293,9 @@ def render(plan: Plan, run_dir: object) -> None:
         console.width = MAX_WIDTH  # a pipe is of no width; keys are long
     facts = summary(plan)
     cut, run, rate, data = facts["batch"], facts["run"], facts["learning_rate"], facts["data"]
+    schedule = facts["batch_schedule"]
+    # Batches that grow during the run make fewer steps of the same sequences.
+    at_most = "at most " if rate["counted_in"] == "sequences" else ""
     console.print(f"[bold]{plan.config.name}[/bold] on {_count(plan.num_ranks, 'rank')}")
     table = Table("", "sequences", "bases", box=box.SIMPLE_HEAD, title="The cut", title_justify="left")
     rows = (
@@ -217,8 +310,12 @@ def render(plan: Plan, run_dir: object) -> None:
     for label, *numbers in rows:
         table.add_row(label, *map(_number, numbers))
     console.print(table)
+    if len(schedule) > 1:
+        console.print(
+            _schedule_table(schedule, cut["bases_per_step"] and cut["bases_per_step"] // cut["train_batch_size"])
+        )
     console.print(
-        f"run            {_number(run['num_steps'])} optimizer steps, {_number(run['epochs'])} epochs, "
+        f"run            {at_most}{_number(run['num_steps'])} optimizer steps, {_number(run['epochs'])} epochs, "
         f"tail={run['tail']}"
     )
     console.print(
@@ -227,10 +324,22 @@ def render(plan: Plan, run_dir: object) -> None:
     )
     console.print(
         f"learning rate  {rate['schedule']}: {_number(rate['first'])} first, {_number(rate['peak'])} after "
-        f"{rate['warmup_steps']} warm-up steps, {_number(rate['last'])} in the last; "
-        f"horizon {_number(rate['horizon_steps'])} optimizer steps"
+        f"{_number(rate['warmup_steps'])} warm-up steps, {_number(rate['last'])} in the last; "
+        f"horizon {at_most}{_number(rate['horizon_steps'])} optimizer steps"
     )
+    if rate["lr_scaling"] != "none":
+        console.print(
+            f"               the peak is optimizer.lr={_number(rate['optimizer_lr'])} for "
+            f"{_count(rate['reference_batch_size'], 'sequence')}, scaled to {cut['train_batch_size']:,} "
+            f"({rate['lr_scaling']})"
+        )
+    if (scaling := plan.config.batch_schedule.lr_scaling) is not Scaling.NONE:
+        console.print(
+            f"               at {cut['train_batch_size']:,} sequences a step; other batches scale it ({scaling.value})"
+        )
     console.print(f"run directory  {run_dir}", soft_wrap=True)
+    for line in facts["warnings"]:
+        console.print(f"[yellow]warning[/yellow]        {escape(line)}", soft_wrap=True)
     table = Table("key", "value", "set by", box=box.SIMPLE_HEAD, title="deepspeed.json", title_justify="left")
     for key, source in plan.deepspeed.sources.items():
         value: Any = plan.deepspeed.values
@@ -240,8 +349,33 @@ def render(plan: Plan, run_dir: object) -> None:
     console.print(table)
 
 
-def _learning_rate(config: Config, step: int, num_steps: int | None) -> float | None:
-    return None if num_steps is None else config.optimizer.lr * lr.factor(config.lr_schedule, step, num_steps)
+def _schedule_table(schedule: list[dict[str, Any]], length: int | None) -> "Table":
+    """Where each global batch begins; a long ramp is cut short in the middle."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        "from step",
+        "sequences",
+        "bases",
+        "accumulation steps",
+        box=box.SIMPLE_HEAD,
+        title="The batch schedule",
+        title_justify="left",
+    )
+    for number, level in enumerate(schedule):
+        if MAX_LEVELS // 2 <= number < len(schedule) - MAX_LEVELS // 2:
+            if number == MAX_LEVELS // 2:
+                table.add_row("...", "...", "...", "...")
+            continue
+        first, size = level["from_step"], level["train_batch_size"]
+        table.add_row(
+            "(as the run goes)" if first is None else f"{first + 1:,}",
+            _number(size),
+            _number(None if length is None else size * length),
+            _number(level["gradient_accumulation_steps"]),
+        )
+    return table
 
 
 def _count(number: int, noun: str) -> str:

@@ -34,6 +34,7 @@ class RunDir:
         self.path = path
         self.config = path / "config.yaml"
         self.plan = path / "plan.json"
+        self.verify = path / "verify.json"
         self.deepspeed = path / "deepspeed.json"
         self.metrics = path / "metrics.jsonl"
         self.status = path / "status.json"

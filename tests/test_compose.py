@@ -189,7 +189,7 @@ def test_hydra_s_resolver_works_in_keys_and_directories(tmp_path: Path) -> None:
         (
             "batch.train_bach_size=8",
             "batch.train_bach_size=8: there is no such key; nearest: batch.train_batch_size, batch.train_batch_tokens, "
-            "batch.train_micro_batch_size_per_gpu",
+            "batch.reference_batch_size",
         ),
         ("bacth.seed=8", "bacth.seed=8: there is no such key; nearest: seed"),
         ("max_steps=8", "max_steps=8: there is no such key; nearest: train.max_steps"),
@@ -209,7 +209,7 @@ def test_hydra_s_resolver_works_in_keys_and_directories(tmp_path: Path) -> None:
         ("name=???", "name: it must be given, and is still ???"),
         # groups
         ("zero=stage9", "zero=stage9: there is no such option; nearest: stage3, stage2, stage1"),
-        ("optimizer=lion", "optimizer=lion: there is no such option; there are: adamw, sgd"),
+        ("optimizer=lion", "optimizer=lion: there is no such option; there are: adamw, lamb, lars, muon, sgd"),
         ("zero=3", "zero=3: an option of a group is a word; nearest: stage3"),
         ("logging=null", "logging=null: an option of a group is a word; there are: none, tensorboard, wandb"),
         ("zeroo=stage3", "zeroo=stage3: there is no such key; nearest: zero"),
@@ -302,7 +302,7 @@ EXPERIMENT = "# @package _global_\n"
         (
             EXPERIMENT + "defaults:\n  - override /data: ecoli\nbatch:\n  train_bach_size: 3\n",
             "batch.train_bach_size: there is no such key; nearest: batch.train_batch_size, batch.train_batch_tokens, "
-            "batch.train_micro_batch_size_per_gpu",
+            "batch.reference_batch_size",
         ),
         (
             "batch:\n  train_batch_size: 3\n",
@@ -371,7 +371,7 @@ def test_hydras_help_and_completion_work(capsys: pytest.CaptureFixture[str], mon
 def test_the_configuration_can_be_shown_whole_or_in_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  stage: 3\n" in shown(capsys, "--cfg", "job", "zero=stage3")
     assert "fasta: ${genome:" in shown(capsys, "--cfg", "job", "data=ecoli")
-    assert shown(capsys, "--cfg", "job", "--package", "batch_schedule") == "# @package batch_schedule\ntype: constant\n"
+    assert shown(capsys, "--cfg", "job", "--package", "activation") == "# @package activation\ncheckpointing: none\n"
     assert shown(capsys, "--cfg", "job", "--resolve", "-p", "data.fasta", "data=ecoli").endswith("mg1655.fa.gz\n")
     assert shown(capsys, "--cfg", "job", "--package", "batch.train_batch_size") == "null\n"
     assert "okazaki" in shown(capsys, "--cfg", "hydra", "--package", "hydra.launcher")

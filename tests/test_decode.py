@@ -62,7 +62,7 @@ def test_integral_numbers_and_numeric_strings_become_integers(given: object, val
         ({"zero": 3}, "zero=3: it must be a node of keys"),
         ({"batch": None}, "batch=null: it must be a node of keys"),
         ({"loss": 3}, "loss=3: it must be a node with _target_ or null"),
-        ({"mode": "trian"}, "mode=trian: it must be one of train, plan; nearest: train"),
+        ({"mode": "trian"}, "mode=trian: it must be one of train, plan, verify; nearest: train"),
         ({"precision": {"dtype": "half"}}, "precision.dtype=half: it must be one of fp32, bf16, fp16"),
     ],
 )

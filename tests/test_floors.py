@@ -13,8 +13,21 @@ PACKAGE = Path(launcher.__file__).parent
 
 FLOORS = [
     {"errors", "output", "schema", "ranks", "devices", "guard"},
-    {"decode", "salvage", "batch", "steps", "lr", "rundir", "targets", "genome", "validate"},
-    {"deepspeed_json", "plan", "explain", "progress"},
+    {
+        "decode",
+        "salvage",
+        "batch",
+        "batch_schedule",
+        "steps",
+        "lr",
+        "traffic",
+        "noise_scale",
+        "rundir",
+        "targets",
+        "genome",
+        "validate",
+    },
+    {"deepspeed_json", "plan", "verify", "explain", "progress", "course"},
     {"local"},
     {"compose", "job", "sweep", "__main__"},
 ]

@@ -85,7 +85,7 @@ def worker(tmp_path: Path) -> Worker:
 
 
 def run(run_dir: RunDir, ranks: int, worker: list[str], config: Config = CONFIG) -> None:
-    local.run(config, ranks, 2, run_dir, worker)
+    local.run(config, [ranks], 2, run_dir, worker)
 
 
 def is_gone(pid: int) -> bool:
@@ -279,7 +279,7 @@ from launcher.rundir import RunDir
 from launcher.schema import Call, Config
 run_dir = RunDir.create(Path(sys.argv[1]))
 try:
-    local.run(Config(model=Call("nets.Net")), int(sys.argv[2]), 2, run_dir, sys.argv[3:])
+    local.run(Config(model=Call("nets.Net")), [int(sys.argv[2])], 2, run_dir, sys.argv[3:])
 except (RequestError, RunError) as error:
     print(error)
     sys.exit(error.exit_code)

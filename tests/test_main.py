@@ -119,7 +119,7 @@ def test_wrong_values_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]
     assert refused(
         capsys, "mode=trian", "batch.train_batch_size=8.5", "+logging.proejct=x", "model.hidden_size=???"
     ) == [
-        "mode=trian: it must be one of train, plan; nearest: train",
+        "mode=trian: it must be one of train, plan, verify; nearest: train",
         "model.hidden_size: it must be given, and is still ???",
         "batch.train_batch_size=8.5: it must be an integer or null",
         "logging.proejct: there is no such key; nearest: logging.project",
@@ -226,7 +226,7 @@ def test_fifty_starts_in_one_second_get_fifty_directories() -> None:
         (["--version"], 0, "okazaki"),
         (["--cfg", "job", "+experiment=dna_8k", "zero=stage3"], 0, "\n  stage: 3\n"),
         (["--info", "searchpath"], 0, "file://"),
-        (["+experiment=nope"], 2, "+experiment=nope: there is no such option; there are: dna_8k\n"),
+        (["+experiment=nope"], 2, "+experiment=nope: there is no such option; there are: digits_resnet, dna_8k\n"),
         (["--config-dir", "nope"], 2, "there is no folder"),
         (["seed=[1"], 2, "seed=[1: it cannot be read"),
     ],

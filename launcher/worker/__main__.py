@@ -14,6 +14,7 @@ from launcher import decode, ranks, rundir
 from launcher.batch import Cut
 from launcher.errors import EXIT_FAILED, EXIT_REFUSED, RequestError
 from launcher.rundir import RunDir
+from launcher.schema import Mode
 
 
 def main() -> int:
@@ -33,12 +34,12 @@ def main() -> int:
 
 
 def run(run_dir: RunDir, rank: ranks.Rank) -> None:
-    """Train the run that ``run_dir`` has frozen."""
+    """Train the run that ``run_dir`` has frozen, or verify it."""
     config = decode.load(run_dir.config)
     values = json.loads(run_dir.deepspeed.read_text())
     planned = json.loads(run_dir.plan.read_text())
     cut = Cut(**{field.name: planned["batch"][field.name] for field in fields(Cut)})
-    if rank.world_size != cut.data_parallel_size:
+    if config.mode is Mode.TRAIN and rank.world_size != cut.data_parallel_size:
         raise RequestError(
             f"the run was planned for {cut.data_parallel_size} ranks, but {rank.world_size} were started"
         )
@@ -50,17 +51,20 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
     tell("loading torch and DeepSpeed")
     import torch.distributed as dist
 
-    from launcher.worker import build, data, distributed, engine
+    from launcher.worker import build, data, distributed, engine, verify
     from launcher.worker.train import Trainer
 
     engine.check_precision(values)
     build.build(build.needed(values), tell)
     task = data.open_task(config, planned["data"])
     distributed.start(rank)
-    tell("building the model")
-    summary = Trainer(config, cut, values, rank, run_dir, task).train()
-    if rank.is_first:
-        run_dir.write_status(summary=summary)
+    if config.mode is Mode.VERIFY:
+        verify.run(config, planned["verify"], rank, run_dir, task, tell)
+    else:
+        tell("building the model")
+        summary = Trainer(config, cut, values, rank, run_dir, task).train()
+        if rank.is_first:
+            run_dir.write_status(summary=summary)
     dist.barrier()
     dist.destroy_process_group()
 
