@@ -6,7 +6,8 @@ and the accumulated one. One norm a step, and no more for longer windows.
 
 from dataclasses import dataclass
 
-from launcher.schema import Config, OptimizerType, Sync
+from launcher.batch import Cut
+from launcher.schema import BatchScheduleType, Config, OptimizerType, Sync
 from launcher.traffic import sync
 
 
@@ -22,6 +23,23 @@ def unavailable(config: Config) -> str | None:
     if config.optimizer.type is OptimizerType.MUON:
         return "DeepSpeed tells no norm of the gradients under optimizer=muon"
     return None
+
+
+def check(config: Config, cut: Cut) -> list[str]:
+    """Fault lines of a batch schedule that goes by a noise scale which the run cannot measure."""
+    schedule = config.batch_schedule
+    if schedule.type is not BatchScheduleType.NOISE_SCALE:
+        return []
+    if (reason := unavailable(config)) is not None:
+        return [f"batch_schedule.type=noise_scale: the noise scale cannot be measured: {reason}"]
+    assert schedule.initial_batch_size is not None, "checked with the schedule"
+    if cut.accumulation_steps(schedule.initial_batch_size) < 2:
+        smallest = 2 * cut.micro_batch_size * cut.data_parallel_size
+        return [
+            f"batch_schedule.initial_batch_size={schedule.initial_batch_size}: the noise scale is measured between the "
+            f"micro-batches of a window, and it has only one; set at least {smallest}, or a smaller micro-batch"
+        ]
+    return []
 
 
 @dataclass(frozen=True)

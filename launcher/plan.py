@@ -9,7 +9,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher import batch, batch_schedule, deepspeed_json, devices, genome, lr, steps, validate, verify
+from launcher import (
+    batch,
+    batch_schedule,
+    costs,
+    deepspeed_json,
+    devices,
+    genome,
+    lr,
+    noise_scale,
+    parameters,
+    steps,
+    traffic,
+    validate,
+    verify,
+)
 from launcher.batch import CONSTANT, Cut
 from launcher.batch_schedule import Levels
 from launcher.deepspeed_json import DeepSpeedJSON
@@ -87,6 +101,9 @@ def make(config: Config) -> Plan:
             known = counted if cut is not None else config.train.max_steps
             if known is not None and known >= 1:
                 faults += lr.check_length(config.lr_schedule, known, config.lr_schedule.warmup_steps)
+    faults += traffic.check(config)
+    if cut is not None and not schedule_faults:
+        faults += noise_scale.check(config, cut)
     if cut is not None and config.mode is Mode.VERIFY:
         faults += verify.check(config, cut)
     if faults:
@@ -220,6 +237,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         },
         "warnings": _warnings(plan, run),
         **({"verify": [asdict(one) for one in verify.cuts(config, cut)]} if config.mode is Mode.VERIFY else {}),
+        **costs.facts(config, cut, parameters.sizes(config.model)),
         "deepspeed_sources": plan.deepspeed.sources,
     }
 
@@ -337,6 +355,8 @@ def render(plan: Plan, run_dir: object) -> None:
         console.print(
             f"               at {cut['train_batch_size']:,} sequences a step; other batches scale it ({scaling.value})"
         )
+    for line in costs.lines(facts):
+        console.print(escape(line), soft_wrap=True)
     console.print(f"run directory  {run_dir}", soft_wrap=True)
     for line in facts["warnings"]:
         console.print(f"[yellow]warning[/yellow]        {escape(line)}", soft_wrap=True)

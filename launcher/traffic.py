@@ -1,6 +1,18 @@
-"""When gradients are communicated, and what one optimizer step sends over the network."""
+"""When gradients are communicated, what one optimizer step sends, and what that costs in memory.
 
-from launcher.schema import Config, Sync
+What DeepSpeed 0.19.8 does at each ZeRO stage, counted on gloo ranks, is in docs/accumulation.md.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from launcher.parameters import Sizes
+from launcher.schema import Config, Device, Dtype, OptimizerType, Sync
+
+BYTES = {Dtype.FP32: 4, Dtype.BF16: 2, Dtype.FP16: 2}
+
+FIXED_BUCKET = 500_000_000
+"""Elements; DeepSpeed's own where ``zero.reduce_bucket_size`` does not count."""
 
 
 def sync(config: Config) -> Sync:
@@ -12,3 +24,108 @@ def sync(config: Config) -> Sync:
     if config.accumulation.sync is not None:
         return config.accumulation.sync
     return Sync.ONCE_PER_WINDOW if config.zero.stage < 2 else Sync.EVERY_MICRO_BATCH
+
+
+def check(config: Config) -> list[str]:
+    """Fault lines of ``accumulation.sync``."""
+    if config.accumulation.sync is not Sync.EVERY_MICRO_BATCH or config.zero.stage >= 2:
+        return []
+    return [
+        f"accumulation.sync=every_micro_batch: at zero.stage={config.zero.stage} a rank keeps its gradients whole, and "
+        "reducing them more often would gain nothing; set it to null or once_per_window, or zero=stage2"
+    ]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Of one kind, in one optimizer step. ``bytes``: the whole tensors, added up over the calls, without padding."""
+
+    operation: str
+    calls: int | None
+    """None where it depends on how DeepSpeed prefetches."""
+    bytes: int
+
+    def sent(self, ranks: int) -> int:
+        """What each rank sends in a ring (Patarasuk and Yuan 2009)."""
+        passes = 2 if self.operation == "all_reduce" else 1
+        return passes * self.bytes * (ranks - 1) // ranks
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one optimizer step communicates; norms, flags and losses, a few numbers each, are left out."""
+
+    gradients: Collectives
+    parameters: Collectives | None
+
+
+def per_step(config: Config, sizes: Sizes, accumulation_steps: int) -> Traffic:
+    """The traffic of a step with so many micro-batches a rank."""
+    zero, precision = config.zero, config.precision
+    times = accumulation_steps if sync(config) is Sync.EVERY_MICRO_BATCH else 1
+    reduced = precision.communication_data_type or precision.grad_accum_dtype
+    # With bf16 sums in fp32 stage 1 is another optimizer of DeepSpeed's, which reduces as without ZeRO.
+    apart = zero.stage == 1 and precision.dtype is Dtype.BF16 and precision.grad_accum_dtype is Dtype.FP32
+    bucket = FIXED_BUCKET if zero.stage == 0 or apart else zero.reduce_bucket_size
+    gradients = Collectives(
+        "reduce_scatter" if zero.stage == 3 else "all_reduce",
+        times * _buckets(_in_order(config, sizes), bucket),
+        times * sizes.total * BYTES[reduced],
+    )
+    width = BYTES[precision.dtype]
+    if zero.stage == 0:
+        return Traffic(gradients, None)
+    if zero.stage < 3:
+        return Traffic(gradients, Collectives("all_gather", sizes.num_groups, sizes.total * width))
+    # Small parameters stay where they are used, and are gathered once, after the update. The others are gathered for
+    # every micro-batch, and again for its backward pass if a rank may not keep them all.
+    small = sum(p.numel for p in sizes.parameters if p.numel <= zero.stage3_param_persistence_threshold)
+    passes = 1 if sizes.total <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) else 2
+    gathered = small + (sizes.total - small) * accumulation_steps * passes
+    return Traffic(gradients, Collectives("all_gather", None, gathered * width))
+
+
+def _in_order(config: Config, sizes: Sizes) -> list[int]:
+    """Elements of the parameters as they are reduced: as the backward pass comes upon them, or by group afterwards."""
+    if sync(config) is Sync.EVERY_MICRO_BATCH:
+        return [parameter.numel for parameter in reversed(sizes.parameters)]
+    return [parameter.numel for parameter in sorted(sizes.parameters, key=lambda parameter: parameter.group)]
+
+
+def _buckets(sizes: Iterable[int], bucket: int) -> int:
+    """Calls that a reduction takes: parameters are put into a bucket until one more would not fit."""
+    calls, filled = 0, 0
+    for size in sizes:
+        if calls == 0 or filled + size > bucket:
+            calls, filled = calls + 1, 0
+        filled += size
+    return calls
+
+
+def memory(config: Config, sizes: Sizes, ranks: int) -> dict[str, int | None]:
+    """Bytes a rank holds between the passes of a window, by kind, on the device or where it is offloaded to.
+
+    What depends on the run itself, the activations, is None.
+    """
+    stage, precision, total = config.zero.stage, config.precision, sizes.total
+    width, summed = BYTES[precision.dtype], BYTES[precision.grad_accum_dtype]
+    part = -(-total // ranks) if stage > 0 else total
+    whole = stage < 2 or sync(config) is Sync.ONCE_PER_WINDOW
+    # Without ZeRO the weights of fp32 are their own masters; with it DeepSpeed keeps the partition a second time.
+    masters = 0 if stage == 0 and precision.dtype is Dtype.FP32 else 4 * part
+    offloaded = config.offload.optimizer is not Device.NONE
+    return {
+        "parameters": width * (part if stage == 3 else total),
+        "master_weights": masters,
+        "gradients": summed * (total if whole else 0) + (summed * part if stage >= 2 or offloaded else 0),
+        "optimizer_states": 4 * part * _moments(config),
+        "reduction_buckets": 0 if stage == 0 else config.zero.reduce_bucket_size * (summed if stage < 3 else width),
+        "activations": None,
+    }
+
+
+def _moments(config: Config) -> int:
+    """Numbers that the optimizer keeps beside each weight; of Muon those of its larger part."""
+    if config.optimizer.type in (OptimizerType.ADAMW, OptimizerType.LAMB):
+        return 2
+    return 1 if config.optimizer.momentum > 0 else 0

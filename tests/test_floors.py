@@ -20,6 +20,7 @@ FLOORS = [
         "batch_schedule",
         "steps",
         "lr",
+        "parameters",
         "traffic",
         "noise_scale",
         "rundir",
@@ -27,7 +28,7 @@ FLOORS = [
         "genome",
         "validate",
     },
-    {"deepspeed_json", "plan", "verify", "explain", "progress", "course"},
+    {"deepspeed_json", "plan", "verify", "explain", "progress", "course", "costs"},
     {"local"},
     {"compose", "job", "sweep", "__main__"},
 ]

@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from launcher.errors import RequestError, nearest
+from launcher.parameters import Parameter, Sizes
 from launcher.schema import BatchNorm, Call
 from launcher.steps import mix
 from launcher.worker.normalisation import replace_batch_norms
@@ -213,6 +214,13 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [parameter for parameter in trained if num_dimensions(parameter) > 1 and parameter not in embeddings]
+
+
+def sizes(model: nn.Module) -> Sizes:
+    groups = enumerate(parameter_groups(model, weight_decay=0.0))
+    group_of = {parameter: number for number, group in groups for parameter in group["params"]}
+    trained = [parameter for parameter in model.parameters() if parameter in group_of]
+    return Sizes(tuple(Parameter(getattr(p, "ds_numel", p.numel()), group_of[p]) for p in trained))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

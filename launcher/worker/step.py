@@ -67,6 +67,8 @@ def _noise(update: Update, small: list[float], weight: float, num_sequences: int
     squares, small_weight, parts = small
     if parts == 0 or not update.applied or update.grad_norm is None:
         return None
+    if small_weight / parts >= weight:  # the other micro-batches have no target: there is nothing to compare
+        return None
     return noise_scale.estimate(
         squares / parts, small_weight / parts, update.grad_norm**2 * weight, weight, num_sequences
     )

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
-from launcher import decode, noise_scale, traffic
+from launcher import costs, decode, noise_scale, traffic
 from launcher.batch import Cut
 from launcher.course import Course
 from launcher.errors import RunError
@@ -40,6 +41,8 @@ class Trainer:
         if config.activation.checkpointing is Checkpointing.FULL:
             models.checkpoint_activations(model)
         self.engine = Engine(model, values, config.optimizer, traffic.sync(config))
+        if rank.is_first:
+            _complete_plan(run_dir, config, cut, model)
         self.measures_noise = noise_scale.unavailable(config) is None
         self.tokens_seen = 0
         self.num_updates = self.skips_in_a_row = 0
@@ -186,6 +189,14 @@ class Trainer:
         ):
             self.last_heartbeat = time.monotonic()
             self.run_dir.write_status(step=done, num_steps=self.course.steps.num_steps, activity=None)
+
+
+def _complete_plan(run_dir: RunDir, config: Config, cut: Cut, model: nn.Module) -> None:
+    """Write what depends on the size of the model into ``plan.json``, where the launcher could not tell it."""
+    planned = json.loads(run_dir.plan.read_text())
+    if planned["num_parameters"] is None:
+        planned |= costs.facts(config, cut, models.sizes(model))
+        run_dir.write_files({run_dir.plan.name: json.dumps(planned, indent=2) + "\n"})
 
 
 def _start_trackers(config: Config, values: dict[str, Any], run_dir: RunDir) -> list[Any]:
