@@ -26,6 +26,7 @@ from launcher.schema import (
     OptimizerType,
     Precision,
     Sync,
+    Verify,
 )
 from tests.ranks import on_ranks
 from tests.worker import plain, runs
@@ -37,6 +38,7 @@ BASE = replace(
     mode=Mode.VERIFY,
     model=Call("tests.worker.plain.Net"),
     train=replace(runs.BASE.train, gradient_clipping=None),
+    verify=Verify(steps=2, cuts=[1, 8]),
 )
 
 
@@ -59,14 +61,13 @@ def clipped(config: Config) -> Config:
 ONCE = Accumulation(sync=Sync.ONCE_PER_WINDOW)
 
 SOUND = {
-    **{f"stage{number}": stage(number) for number in range(4)},
     **{f"stage{number}-clipped": clipped(stage(number)) for number in range(4)},
     **{f"stage{number}-once": replace(stage(number), accumulation=ONCE) for number in (2, 3)},
-    **{f"stage{number}-states-on-cpu": replace(stage(number), offload=Offload(Device.CPU)) for number in (1, 2, 3)},
+    **{f"stage{number}-states-on-cpu": replace(stage(number), offload=Offload(Device.CPU)) for number in (1, 3)},
     **{f"stage{number}-bf16": bf16(stage(number)) for number in (1, 2, 3)},
     **{f"stage{number}-bf16-once": replace(bf16(stage(number)), accumulation=ONCE) for number in (2, 3)},
-    **{f"stage{number}-lamb": stage(number, optimizer(OptimizerType.LAMB)) for number in range(4)},
-    **{f"stage{number}-lars": stage(number, optimizer(OptimizerType.LARS)) for number in range(4)},
+    **{f"stage{number}-lamb": stage(number, optimizer(OptimizerType.LAMB)) for number in (0, 3)},
+    **{f"stage{number}-lars": stage(number, optimizer(OptimizerType.LARS)) for number in (0, 2)},
     "sgd": optimizer(OptimizerType.SGD),
     "muon": optimizer(OptimizerType.MUON),
     "llama-stage3": replace(stage(3), model=runs.TINY_LLAMA),
@@ -83,7 +84,9 @@ class WithBatchNorm(plain.Net):
         return self.head(torch.tanh(self.norm(self.mix(embedded))).transpose(1, 2))
 
 
-LONG = replace(BASE, batch=Batch(train_batch_size=128, gradient_accumulation_steps=64))
+LONG = replace(
+    BASE, batch=Batch(train_batch_size=128, gradient_accumulation_steps=64), verify=Verify(steps=1, cuts=[1, 64])
+)
 
 
 @contextmanager
@@ -245,7 +248,7 @@ def test_every_cut_of_a_sound_run_passes(found: dict[str, dict[str, Any]], name:
     rows = found[name]["cuts"]
     assert found[name]["passed"], [row["errors"] for row in rows]
     assert {row["cut"]["data_parallel_size"] for row in rows} == {1, 2}
-    assert len({row["cut"]["gradient_accumulation_steps"] for row in rows}) >= 3
+    assert {row["cut"]["gradient_accumulation_steps"] for row in rows} == {1, 8}
     assert name == "muon" or all(row["errors"]["gradient"] is not None for row in rows)
 
 
