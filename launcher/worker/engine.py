@@ -57,10 +57,10 @@ class Engine:
         self._measures_gradients = optimizer.type is not OptimizerType.MUON
         self._clipping = float(values["gradient_clipping"])
         # Below stage 2 DeepSpeed communicates once a window by itself.
-        self._coalesces = sync is Sync.ONCE_PER_WINDOW and self.deepspeed.zero_optimization_stage() >= 2
+        self._coalesces = sync is Sync.ONCE_PER_WINDOW and self._stage >= 2
         self._window = ExitStack()
         self._micro_batches_left = 0
-        if values["data_types"]["grad_accum_dtype"] == "fp32" and (self._coalesces or self._stage == 0):
+        if self._coalesces and values["data_types"]["grad_accum_dtype"] == "fp32":
             _sum_gradients_in_fp32(self.deepspeed)
         self._data_parallel_size = self.deepspeed.dp_world_size
         # Only plain torch training in fp32 leaves the gradients on the parameters, where DeepSpeed looks at neither
