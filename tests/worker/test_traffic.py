@@ -1,4 +1,7 @@
-"""What a step communicates, counted where torch is called, must be what the plan says."""
+"""What a step communicates, counted where torch is called, must be what the plan says.
+
+``python -m tests.worker.test_traffic`` prints both.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -217,3 +220,20 @@ def test_once_per_window_gradient_traffic_does_not_grow_with_accumulation(
     by_steps = [large(counted[str(Cell(stage, n, Sync.ONCE_PER_WINDOW, dtype))][0], operation) for n in (1, 4, 16)]
     assert sum(by_steps[0]) > 0
     assert by_steps[0] == by_steps[1] == by_steps[2]
+
+
+def print_table() -> None:
+    """Of each cell: bytes and calls as planned, and as counted."""
+    print("| cell | gradients: planned | counted | parameters: planned | counted |\n|---|---|---|---|---|")
+    for cell, (seen, sizes) in zip(CELLS, on_ranks(RANKS, work)[0].values(), strict=True):
+        step = traffic.per_step(cell.config, sizes, cell.accumulation)
+        columns = []
+        for planned in (step.gradients, step.parameters):
+            found = large(seen, CALLED[planned.operation]) if planned else []
+            told = f"{planned.bytes} in {planned.calls or '?'}" if planned else "-"
+            columns += [told, f"{sum(found)} in {len(found)}"]
+        print(f"| {cell} | {' | '.join(columns)} |")
+
+
+if __name__ == "__main__":
+    print_table()
