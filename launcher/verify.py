@@ -43,13 +43,15 @@ def bounds(config: Config) -> dict[str, Bound]:
             ),
             "learning_rate": Bound(0.0, "a constant"),
         }
-    rounding = f"{config.precision.dtype.value} rounds weights and activations, held against fp32 from the same weights"
+    name = config.precision.dtype.value
+    digits = {Dtype.BF16: "8 significant bits, 4e-3", Dtype.FP16: "11 significant bits, 5e-4"}[config.precision.dtype]
+    rounding = f"{name} has {digits}, in every weight and activation; held against fp32 from the same weights"
     return {
-        "loss": Bound(1e-3, rounding),
-        "grad_norm": Bound(5e-3, rounding),
-        "gradient": Bound(3e-3, "sums in fp32 of gradients in this precision, from the same micro-batches"),
-        "parameters": Bound(1e-3, rounding),
-        "update": Bound(2e-1, f"{rounding}; Adam-like optimizers enlarge that where a gradient is nearly 0"),
+        "loss": Bound(4e-3, rounding),
+        "grad_norm": Bound(3e-2, rounding),
+        "gradient": Bound(3e-3, f"against the same micro-batches in {name}, summed in fp32"),
+        "parameters": Bound(4e-3, rounding),
+        "update": Bound(2e-1, f"{rounding}; Adam-like optimizers enlarge it where a gradient is nearly 0"),
         "learning_rate": Bound(0.0, "a constant"),
     }
 
