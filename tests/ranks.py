@@ -25,9 +25,8 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, time
     processes, answers = [], []
     for number in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(theirs, number, num_ranks, port, function, arguments), daemon=True
-        )
+        # No daemon: it could not start processes that read ahead.
+        process = context.Process(target=_rank, args=(theirs, number, num_ranks, port, function, arguments))
         process.start()
         theirs.close()  # the rank's own end alone is left, so that its death ends the pipe
         processes.append(process)
@@ -68,6 +67,8 @@ def _rank(answer: Any, number: int, num_ranks: int, port: int, function: Callabl
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
     )
+    # What a rank itself starts, as in a program that was not spawned.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         import torch
         import torch.distributed as dist

@@ -27,6 +27,10 @@ def test_a_good_configuration_has_no_fault() -> None:
             replace(GOOD, train=Train(gradient_clipping=0.0)),
             "train.gradient_clipping=0.0: it must be above 0; null turns clipping off",
         ),
+        (
+            replace(GOOD, train=Train(noise_scale_decay=1.0)),
+            "train.noise_scale_decay=1.0: it must lie in [0, 1)",
+        ),
         (replace(GOOD, train=Train(eval_every=0)), "train.eval_every=0: it must be at least 1"),
         (replace(GOOD, train=Train(max_steps=0)), "train.max_steps=0: it must be at least 1"),
         (replace(GOOD, train=Train(max_tokens=-1)), "train.max_tokens=-1: it must be at least 1"),

@@ -105,6 +105,10 @@ class Engine:
         not to divide by the accumulation steps.
         """
         self.deepspeed.backward(loss_sum * (self._data_parallel_size / weight), scale_wrt_gas=False)
+        if isinstance(self.deepspeed.optimizer, BF16_Optimizer):
+            # They are in its sums by now. DeepSpeed clears them only before a backward pass that it sees coming, which
+            # it does not where the model wraps its logits in a class of its own.
+            self.deepspeed.optimizer.clear_lp_grads()
         self._micro_batches_left -= 1
         self._set_boundary()
 
@@ -136,9 +140,9 @@ class Engine:
             gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):
-                # The gradients are the same on all ranks by now; without them the optimizer leaves everything as it is.
-                for parameter in self.deepspeed.module.parameters():
-                    parameter.grad = None
+                # On all ranks, whose gradients are the same by now. DeepSpeed would apply them.
+                self.deepspeed.zero_grad()
+                return Update(None, None, applied=False)
         self.deepspeed.step()
         if not self._plain:
             reported = self.deepspeed.get_global_grad_norm()

@@ -122,11 +122,18 @@ def adamw(config: Config, matrices: Parameters, embeddings: Parameters, vectors:
     )
 
 
-def reference(config: Config, make_optimizer: Callable[..., torch.optim.Optimizer] = adamw) -> dict[str, Any]:
+def reference(
+    config: Config,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+    course: Sequence[tuple[Sequence[int], float]] | None = None,
+) -> dict[str, Any]:
     """The same run as one process that sees every global batch whole, in plain torch.
 
     Shares with the program only the initial weights, which sequences make up a step, and the windows' bytes. For a
     run in bf16 the weights start rounded, and all else is fp32 still: what the run would be without rounding.
+
+    ``course``: the sequences and the learning rate of each step, for runs other than of ``max_steps`` constant batches
+    and a cosine.
     """
     from launcher.worker import models
 
@@ -141,13 +148,9 @@ def reference(config: Config, make_optimizer: Callable[..., torch.optim.Optimize
     embeddings = [p for n, p in model.named_parameters() if "embed" in n]
     matrices = [p for n, p in model.named_parameters() if not (p.dim() == 1 or "embed" in n)]
     optimizer = make_optimizer(config, matrices, embeddings, vectors)
-    size = config.batch.train_batch_size
-    assert size is not None
-    assert config.train.max_steps is not None
-    steps = plan.steps_of(config, plan.batch.Cut(size, size, 1, 1), len(read.train))
     losses, norms, tokens = [], [], []
-    for step in range(config.train.max_steps):
-        ids = np.stack([_ids(read.train, int(index)) for index in steps.sequences(step)])
+    for sequences, learning_rate in _constant(config, len(read.train)) if course is None else course:
+        ids = np.stack([_ids(read.train, int(index)) for index in sequences])
         inputs = torch.from_numpy(ids)
         targets = inputs[:, 1:].clone()
         targets[(targets < 2) | (targets > 5)] = -100
@@ -158,7 +161,7 @@ def reference(config: Config, make_optimizer: Callable[..., torch.optim.Optimize
         clipping = config.train.gradient_clipping or math.inf
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
         for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * _cosine(config, step)
+            group["lr"] = learning_rate
         optimizer.step()
         losses.append(loss.item())
         norms.append(norm.item())
@@ -182,6 +185,18 @@ def series_error(ours: Sequence[float], reference: Sequence[float]) -> float:
 def _ids(windows: Any, index: int) -> np.ndarray:
     """Token ids spelled out: padding 0, A 2, C 3, G 4, T 5, N 6."""
     return np.array([code & 0x1F for code in windows.read(index).tolist()])
+
+
+def _constant(config: Config, num_sequences: int) -> list[tuple[Sequence[int], float]]:
+    """The course of ``max_steps`` constant batches and a cosine."""
+    size = config.batch.train_batch_size
+    assert size is not None
+    assert config.train.max_steps is not None
+    steps = plan.steps_of(config, plan.batch.Cut(size, size, 1, 1), num_sequences)
+    return [
+        (steps.sequences(step).tolist(), config.optimizer.lr * _cosine(config, step))
+        for step in range(config.train.max_steps)
+    ]
 
 
 def _cosine(config: Config, step: int) -> float:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ class Vector(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return (inputs.to(self.weight.dtype) * self.weight).sum()
+
+
+class Wrapped(nn.Module):
+    """The same, with its output in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = Vector()
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.vector(inputs))
 
 
 class Layers(nn.Module):
@@ -112,22 +124,28 @@ def gradients(step: int) -> torch.Tensor:
     return torch.randint(-8, 9, (2 * RANKS, WIDTH), generator=generator) / 4
 
 
-def follow(rank: Rank, stage: int, dtype: Dtype, clipping: float | None) -> Results:
+def follow(rank: Rank, stage: int, dtype: Dtype, clipping: float | None, name: str = "Vector") -> Results:
     """Some steps over known gradients."""
-    with engine_of("Vector", configure(stage, dtype, clipping)) as engine:
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        output = engine.module(inputs)
+        return getattr(output, "logits", output).float()  # type: ignore[no-any-return]
+
+    with engine_of(name, configure(stage, dtype, clipping)) as engine:
         updates = []
         for step in range(NUM_STEPS):
             first, second = gradients(step)[2 * rank.rank : 2 * rank.rank + 2]
             engine.begin_window(2)
-            engine.backward(engine.module(first).float(), 2 * RANKS)
-            engine.backward(engine.module(second).float(), 2 * RANKS)
+            engine.backward(loss(first), 2 * RANKS)
+            engine.backward(loss(second), 2 * RANKS)
             updates.append(engine.end_window())
+        (weights,), (masters,) = weights_of(engine).values(), masters_of(engine).values()
         return {
             "norms": [update.grad_norm for update in updates],
             "clipped": [update.grad_norm_clipped for update in updates],
             "applied": [update.applied for update in updates],
-            "weights": weights_of(engine)["weight"].flatten().tolist(),
-            "masters": masters_of(engine)["weight"].flatten().tolist(),
+            "weights": weights.flatten().tolist(),
+            "masters": masters.flatten().tolist(),
         }
 
 
@@ -172,6 +190,7 @@ def work(rank: Rank) -> Results:
         for dtype in (Dtype.FP32, Dtype.BF16):
             for clipping in (None, CLIPPING):
                 results["followed", stage, dtype, clipping] = follow(rank, stage, dtype, clipping)
+            results["wrapped", stage, dtype] = follow(rank, stage, dtype, CLIPPING, "Wrapped")
             results["decayed", stage, dtype] = decay(stage, dtype)
         results["rotary", stage] = rotary(stage)
     return results
@@ -220,6 +239,13 @@ def test_steps_are_those_of_torchs_adamw_from_the_first_one_on(
     if dtype is Dtype.BF16:
         rounded = rounded.bfloat16().float()
     assert ours["weights"] == rounded.tolist()
+
+
+@dtypes
+@stages
+def test_a_model_may_wrap_its_output_in_a_class_of_its_own(worked: Results, stage: int, dtype: Dtype) -> None:
+    """In which DeepSpeed finds no tensor to hook."""
+    assert worked["wrapped", stage, dtype] == worked["followed", stage, dtype, CLIPPING]
 
 
 @clippings

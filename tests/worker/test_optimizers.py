@@ -22,7 +22,7 @@ from torch import nn
 from launcher import deepspeed_json, traffic
 from launcher.batch import Cut
 from launcher.ranks import Rank
-from launcher.schema import Call, Config, Dtype, Optimizer, OptimizerType, Precision, Sync, Train, Zero
+from launcher.schema import Accumulation, Call, Config, Dtype, Optimizer, OptimizerType, Precision, Sync, Train, Zero
 from launcher.worker import models, optimizers
 from tests.ranks import on_ranks
 from tests.worker import runs
@@ -305,9 +305,10 @@ NOT_FINITE = 2
 """The step in which the second of two ranks has no finite gradient."""
 
 
-def odd_config(optimizer: OptimizerType, stage: int) -> Config:
+def odd_config(optimizer: OptimizerType, stage: int, sync: Sync | None = None) -> Config:
     return replace(
         Config(),
+        accumulation=Accumulation(sync=sync),
         # Parameters of up to 8 elements, the norms and biases, are kept whole.
         zero=Zero(stage=stage, stage3_param_persistence_threshold=8),
         optimizer=replace(OPTIMIZERS[optimizer], lr=0.1),
@@ -320,11 +321,11 @@ def odd_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens), tokens.roll(1), reduction="sum")
 
 
-def odd_steps(rank: Rank, optimizer: OptimizerType, stage: int) -> dict[str, Any]:
+def odd_steps(rank: Rank, optimizer: OptimizerType, stage: int, sync: Sync | None) -> dict[str, Any]:
     """Some steps on two ranks, with something dreadful in all padding."""
     from launcher.worker.engine import Engine
 
-    config = odd_config(optimizer, stage)
+    config = odd_config(optimizer, stage, sync)
     values = deepspeed_json.build(config, Cut(2, 1, 1, 2)).values
     engine = Engine(models.build(ODD, 0, values), values, config.optimizer, traffic.sync(config))
     layer_wise = engine.deepspeed.basic_optimizer
@@ -354,10 +355,13 @@ def odd_steps(rank: Rank, optimizer: OptimizerType, stage: int) -> dict[str, Any
     return {"weights": weights, "applied": applied, "reductions": reductions, "num_padding": num_padding}
 
 
-def all_odd_steps(rank: Rank) -> dict[tuple[OptimizerType, int], dict[str, Any]]:
+ODD_CASES = [(stage, None) for stage in STAGES] + [(stage, Sync.ONCE_PER_WINDOW) for stage in (2, 3)]
+
+
+def all_odd_steps(rank: Rank) -> dict[tuple[OptimizerType, int, Sync | None], dict[str, Any]]:
     return {
-        (optimizer, stage): odd_steps(rank, optimizer, stage)
-        for optimizer, stage in itertools.product((LAMB, LARS), STAGES)
+        (optimizer, stage, sync): odd_steps(rank, optimizer, stage, sync)
+        for optimizer, (stage, sync) in itertools.product((LAMB, LARS), ODD_CASES)
     }
 
 
@@ -377,13 +381,13 @@ def test_padding_and_steps_without_finite_gradients_change_nothing_and_norms_nee
                 (sum(odd_loss(model, step, rank) for rank in range(2)) / 13).backward()
                 plain.step()
         wanted = {name: parameter.detach().numpy() for name, parameter in named.items()}
-        for stage in STAGES:
-            for result in (ranks[optimizer, stage] for ranks in results):
-                assert runs.relative_error(result["weights"], wanted) < 1e-6, (optimizer, stage)
+        for stage, sync in ODD_CASES:
+            for result in (ranks[optimizer, stage, sync] for ranks in results):
+                assert runs.relative_error(result["weights"], wanted) < 1e-6, (optimizer, stage, sync)
                 assert result["applied"] == [step != NOT_FINITE for step in range(NUM_STEPS)]
                 # Two norms of three layers, in each step that is applied.
                 assert result["reductions"] == ([6] * (NUM_STEPS - 1) if stage > 0 else [])
-        assert sum(ranks[optimizer, 3]["num_padding"] for ranks in results) > 0
+        assert sum(ranks[optimizer, 3, None]["num_padding"] for ranks in results) > 0
 
 
 # Formulas
