@@ -79,13 +79,15 @@ class BareLoop:
 
         from launcher.genome import alphabet
         from launcher.worker import models
+        from launcher.worker.windows import Shares
 
         values = trainer.engine.deepspeed.config
         model = models.build(trainer.config.model, trainer.config.seed, values)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(values))
         tokens = torch.from_numpy(alphabet.TOKEN).long()
         self.micro_batches = []
-        for micro_batch in trainer.shares[0].micro_batches:
+        shares = Shares(trainer.task.train, trainer.task.objective, trainer.course.steps, trainer.cut, trainer.rank.rank)
+        for micro_batch in shares[0].micro_batches:
             inputs = tokens[micro_batch.batch["codes"].long()]
             labels = F.pad(inputs[:, 1:], (0, 1), value=alphabet.PAD).flatten()
             self.micro_batches.append((inputs, labels.masked_fill(labels == alphabet.PAD, -100)))
