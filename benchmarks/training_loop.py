@@ -86,7 +86,9 @@ class BareLoop:
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(values))
         tokens = torch.from_numpy(alphabet.TOKEN).long()
         self.micro_batches = []
-        shares = Shares(trainer.task.train, trainer.task.objective, trainer.course.steps, trainer.cut, trainer.rank.rank)
+        shares = Shares(
+            trainer.task.train, trainer.task.objective, trainer.course.steps, trainer.cut, trainer.rank.rank
+        )
         for micro_batch in shares[0].micro_batches:
             inputs = tokens[micro_batch.batch["codes"].long()]
             labels = F.pad(inputs[:, 1:], (0, 1), value=alphabet.PAD).flatten()
