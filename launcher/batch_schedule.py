@@ -199,18 +199,20 @@ def _linear_sizes(schedule: BatchSchedule, train_batch_size: int, multiple: int,
     near = _nearest(initial, [size for size in smaller if (train_batch_size - size) % (given or size) == 0])
     near_increment = _around(increment, [step for step in range(multiple, rest + 1, multiple) if rest % step == 0])
     name, rule = f"batch_schedule.initial_batch_size={initial}", f"it must be a multiple of {multiple}"
+    faults = []
     if rest <= 0 or rest % increment:
         other = f"; or batch_schedule.increment={' or '.join(map(str, near_increment))}" if near_increment else ""
-        raise RequestError(
+        faults.append(
             f"{name}: {initial} + n x {increment}, n >= 1, is never the global batch, {train_batch_size}{near}"
             + (other if initial % multiple == 0 else "")
         )
-    faults = []
-    if initial % multiple:
+    elif initial % multiple:
         faults.append(f"{name} cannot be cut into {parts}: {rule}{near}")
     if given is not None and given % multiple:
         values = f"; nearest: {', '.join(map(str, near_increment))}" if near_increment else NONE_WORKS
-        faults.append(f"batch_schedule.increment={given} cannot be cut into {parts}: {rule}{values}")
+        # Which increments work depends on the initial batch, and is not told while that is wrong.
+        remedy = "" if faults else values
+        faults.append(f"batch_schedule.increment={given} cannot be cut into {parts}: {rule}{remedy}")
     if faults:
         raise RequestError(*faults)
     return list(range(initial, train_batch_size + 1, increment))
