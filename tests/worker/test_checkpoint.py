@@ -58,6 +58,7 @@ def weights(trainer: Any) -> dict[str, Any]:
 def train_and_go_on(rank: Rank, stage: int, folder: Path) -> dict[str, Any]:
     """Six steps at once, and the last three again in a new engine from the checkpoint of the third."""
     from launcher.worker import step
+    from launcher.worker.windows import Shares
 
     config = configure(stage)
     whole = runs.train(rank, config, folder / f"whole{stage}")
@@ -65,8 +66,9 @@ def train_and_go_on(rank: Rank, stage: int, folder: Path) -> dict[str, Any]:
     initial = weights(again)
     checkpoints = RunDir(folder / f"whole{stage}").checkpoints
     _, state = again.engine.deepspeed.load_checkpoint(str(checkpoints), tag="step_00000003")
+    shares = Shares(again.task.train, again.task.objective, again.course.steps, again.cut, rank.rank)
     for number in (3, 4, 5):
-        step.train_step(again.engine, again.task.objective, again.shares[number], config.optimizer.lr)
+        step.train_step(again.engine, again.task.objective, shares[number], config.optimizer.lr)
     return {
         "whole": whole["weights"],
         "again": weights(again),
