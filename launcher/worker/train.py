@@ -41,6 +41,8 @@ class Trainer:
         if config.activation.checkpointing is Checkpointing.FULL:
             models.checkpoint_activations(model)
         self.engine = Engine(model, values, config.optimizer, traffic.sync(config))
+        if rank.is_first:
+            _complete_plan(run_dir, config, cut, model)
         self.measures_noise = noise_scale.unavailable(config) is None
         self.tokens_seen = 0
         self.num_updates = self.skips_in_a_row = 0
@@ -50,8 +52,6 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """All optimizer steps, the evaluations between and after them, and the checkpoints; returns the summary."""
         train = self.config.train
-        if self.rank.is_first:
-            _complete_plan(self.run_dir, self.config, self.cut, self.engine.deepspeed.module)
         evaluation: dict[str, Any] = {}
         for number, share, data_time_s in self._timed_shares():
             self._step(number, share, data_time_s)

@@ -40,6 +40,8 @@ def fresh(rank: Rank, config: Config, folder: Path) -> Any:
     folder.mkdir(exist_ok=True)
     planned = plan.make(config)
     task = open_task(config, plan.summary(planned)["data"])
+    if rank.is_first:
+        RunDir(folder).write_files(plan.files(planned))
     return Trainer(config, planned.cut, planned.deepspeed.values, rank, RunDir(folder), task)
 
 
