@@ -10,7 +10,7 @@ scale: McCandlish et al. 2018.
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 
-from launcher import decode
+from launcher import decode, nodes
 from launcher.errors import RequestError
 from launcher.schema import BatchSchedule, BatchScheduleType, Count, Growth
 
@@ -94,7 +94,7 @@ def check(schedule: BatchSchedule, sequence_length: int | None) -> list[str]:
     faults = []
     for name in (field.name for field in fields(schedule) if field.name in _applicable(schedule)):
         value = getattr(schedule, name)
-        text = f"batch_schedule.{name}={decode.show(decode.encode(value))}"
+        text = f"batch_schedule.{name}={nodes.show(decode.encode(value))}"
         if name in NEEDED[kind] and value in (None, []):
             faults.append(f"{text}: type={kind.value} needs it: {NEEDED[kind][name]}")
         elif name in LEAST and value is not None and value < LEAST[name]:
@@ -114,7 +114,7 @@ def check_keys(schedule: BatchSchedule) -> list[str]:
     faults = []
     for field in fields(schedule):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        value, unset = (decode.show(decode.encode(item)) for item in (getattr(schedule, field.name), default))
+        value, unset = (nodes.show(decode.encode(item)) for item in (getattr(schedule, field.name), default))
         if field.name not in _applicable(schedule) and value != unset:
             growth = f" with growth={schedule.growth.value}" if field.name in OPTIONAL[kind] else ""
             rule = f"it has no meaning for type={kind.value}{growth}"
@@ -130,16 +130,16 @@ def _applicable(schedule: BatchSchedule) -> set[str]:
 
 
 def _check_milestones(milestones: list[list[int]]) -> list[str]:
-    wrong = [f"[{i}]={decode.show(pair)}" for i, pair in enumerate(milestones) if len(pair) != 2]
+    wrong = [f"[{i}]={nodes.show(pair)}" for i, pair in enumerate(milestones) if len(pair) != 2]
     if wrong:
         return [f"batch_schedule.milestones{item}: it must be a pair of (from where, sequences)" for item in wrong]
     faults = [
-        f"batch_schedule.milestones[{i}]={decode.show([start, size])}: a batch has at least 1 sequence"
+        f"batch_schedule.milestones[{i}]={nodes.show([start, size])}: a batch has at least 1 sequence"
         for i, (start, size) in enumerate(milestones)
         if size < 1
     ]
     for i, (start, size) in enumerate(milestones):
-        text = f"batch_schedule.milestones[{i}]={decode.show([start, size])}"
+        text = f"batch_schedule.milestones[{i}]={nodes.show([start, size])}"
         if i == 0 and start != 0:
             faults.append(f"{text}: the first must begin at 0; put the batch of the first steps before it")
         if i > 0 and start <= milestones[i - 1][0]:

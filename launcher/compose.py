@@ -35,9 +35,10 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from launcher import __version__
-from launcher.decode import encode, keys, nearest_keys, show
+from launcher.decode import encode
 from launcher.errors import RequestError, RunError
 from launcher.explain import explain
+from launcher.nodes import keys, nearest_keys, show
 from launcher.schema import Config, Data
 
 PACKAGE = Path(__file__).resolve().parent

@@ -9,12 +9,13 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launcher import nodes
 from launcher.errors import RequestError
 from launcher.genome.bed import is_bed
 from launcher.schema import Call, Config, CustomData, Data
@@ -103,50 +104,6 @@ def with_absolute_paths(config: Config, folder: Path) -> Config:
     )
 
 
-def secrets(node: Any, environment: Mapping[str, str]) -> list[str]:
-    """Fault lines for the secrets of this environment that an interpolation brought into ``node``."""
-    hidden = {
-        value: name
-        for name, value in environment.items()
-        if re.search("KEY|TOKEN|SECRET|PASSWORD", name, re.IGNORECASE) and len(value) >= 8
-    }
-    return [
-        f"{key}: it holds the value of the environment variable {name}, and would be written to config.yaml; "
-        "leave it out: ranks see the environment"
-        for key, value in _leaves(node, "")
-        for secret, name in hidden.items()
-        if isinstance(value, str) and secret in value
-    ]
-
-
-def keys(node: Any) -> list[str]:
-    """The dotted keys of a plain node, inner nodes included."""
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for name, item in node.items():
-            yield f"{prefix}{name}"
-            if isinstance(item, Mapping):
-                yield from walk(item, f"{prefix}{name}.")
-
-    return list(walk(node, ""))
-
-
-def nearest_keys(key: str, known: Collection[str]) -> str:
-    """``"; nearest: KEYS"`` for a dotted key that does not exist, or an empty string.
-
-    A key of the same name elsewhere comes first, then names like it under the same node, then keys like it as a whole.
-    """
-    parent, _, name = key.rpartition(".")
-    same_name = [other for other in known if other.rpartition(".")[2] == name]
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
-    near = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
-    others = [other for other in known if not key.startswith(f"{other}.")]
-    found = list(dict.fromkeys(same_name + near)) or difflib.get_close_matches(key, others, cutoff=0.75)
-    if not found and parent:
-        found = sorted(siblings.values())
-    return f"; nearest: {', '.join(found)}" if found else ""
-
-
 def _value(annotation: Any, value: Any, key: str) -> Any:
     """``value`` as the type ``annotation``; the one place that knows what may stand for what."""
     origin = typing.get_origin(annotation)
@@ -200,8 +157,8 @@ def _dataclass(cls: Any, node: Mapping[str, Any], key: str) -> Any:
             faults += error.faults
     for name in node:
         if name not in annotations:
-            known = [*keys(encode(Config())), "+experiment"]
-            faults.append(f"{prefix}{name}: there is no such key{nearest_keys(f'{prefix}{name}', known)}")
+            known = [*nodes.keys(encode(Config())), "+experiment"]
+            faults.append(f"{prefix}{name}: there is no such key{nodes.nearest_keys(f'{prefix}{name}', known)}")
     if faults:
         raise RequestError(*faults)
     return cls(**values)
@@ -293,7 +250,7 @@ def _bool(value: Any, key: str) -> bool:
 def _int(value: Any, key: str) -> int:
     number = _whole(value, key)
     if not -(2**63) <= number < 2**63:
-        raise RequestError(f"{key}={show(value)}: it must fit into 64 bits")
+        raise RequestError(f"{key}={nodes.show(value)}: it must fit into 64 bits")
     return number
 
 
@@ -404,32 +361,8 @@ def _plain(value: Any, key: str) -> Any:
     return value
 
 
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for name, item in node.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from _leaves(item, f"{key}[{index}]")
-    else:
-        yield key, node
-
-
 def _wrong_kind(annotation: Any, value: Any, key: str, remedy: str = "") -> RequestError:
-    return RequestError(f"{key}={show(value)}: it must be {_words(annotation)}{remedy}")
-
-
-def show(value: Any) -> str:
-    """A plain value as the command line writes it, cut to a line's length."""
-    if value is None or isinstance(value, bool):
-        text = {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, Mapping):
-        text = "{" + ",".join(f"{name}:{show(item)}" for name, item in value.items()) + "}"
-    elif isinstance(value, list):
-        text = "[" + ",".join(map(show, value)) + "]"
-    else:
-        text = str(value).replace("\n", "\\n")
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return RequestError(f"{key}={nodes.show(value)}: it must be {_words(annotation)}{remedy}")
 
 
 def _words(annotation: Any) -> str:

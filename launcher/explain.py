@@ -12,8 +12,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher.decode import encode, keys, nearest_keys, show
+from launcher.decode import encode
 from launcher.errors import nearest
+from launcher.nodes import keys, nearest_keys, show
 from launcher.schema import Config
 
 OPEN_NODES = ("model", "loss", "data", "deepspeed")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import decode, plan, rundir, salvage
+from launcher import decode, nodes, plan, rundir, salvage
 from launcher.compose import Composed
 from launcher.errors import RequestError, RunError
 from launcher.output import say
@@ -26,7 +26,7 @@ def prepare(composed: Composed) -> Job:
     """Decode, check and plan one run. Raises RequestError with every fault; nothing has been started then."""
     config, faults = salvage.salvage(composed.node)
     config = decode.with_absolute_paths(config, Path.cwd())
-    faults += decode.secrets(decode.encode(config), os.environ) + rundir.check(composed.run_dir)
+    faults += nodes.secrets(decode.encode(config), os.environ) + rundir.check(composed.run_dir)
     try:
         # Planning alone keeps nothing, not even the cache of a genome.
         made = plan.make(dataclasses.replace(config, mode=Mode.PLAN) if faults else config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import decode, schema
+from launcher import decode, nodes, schema
 from launcher.errors import RequestError
 from launcher.schema import Call, Config, CustomData, Data
 
@@ -176,7 +176,7 @@ def test_token_ids_and_empty_secrets_are_no_secrets() -> None:
 def test_a_secret_of_the_environment_is_found_under_any_name() -> None:
     environment = {"WANDB_API_KEY": "0123456789abcdef", "SHORT_KEY": "1", "HOME": "/home/someone"}
     tree = {"name": "/home/someone", "logging": {"tags": ["a", "x0123456789abcdefx"]}, "seed": 1}
-    assert decode.secrets(tree, environment) == [
+    assert nodes.secrets(tree, environment) == [
         "logging.tags[1]: it holds the value of the environment variable WANDB_API_KEY, and would be written to "
         "config.yaml; leave it out: ranks see the environment"
     ]

@@ -14,6 +14,7 @@ PACKAGE = Path(launcher.__file__).parent
 FLOORS = [
     {"errors", "output", "schema", "ranks", "devices", "guard"},
     {
+        "nodes",
         "decode",
         "salvage",
         "batch",
@@ -28,7 +29,17 @@ FLOORS = [
         "genome",
         "validate",
     },
-    {"deepspeed_json", "plan", "verify", "explain", "progress", "course", "costs"},
+    {
+        "deepspeed_json",
+        "deepspeed_raw",
+        "deepspeed_refusals",
+        "plan",
+        "verify",
+        "explain",
+        "progress",
+        "course",
+        "costs",
+    },
     {"local"},
     {"compose", "job", "sweep", "__main__"},
 ]
