@@ -40,7 +40,7 @@ def _check_zero(config: Config) -> list[str]:
             f"nearest: {', '.join(map(str, nearest))}"
         )
     least = {"reduce_bucket_size": 1, "sub_group_size": 1}
-    least |= {name: 0 for name in (field.name for field in fields(Zero)) if name.startswith("stage3_")}
+    least |= {field.name: 0 for field in fields(Zero) if field.name.startswith("stage3_")}
     faults += _at_least({f"zero.{name}": (getattr(zero, name), bound) for name, bound in least.items()})
     return faults
 
