@@ -64,6 +64,7 @@ def make_trainer(rank: Rank, overrides: Sequence[str], folder: Path) -> "Trainer
     made = job.prepare(composer.single(composer.compose())).plan
     if rank.is_first:
         folder.mkdir()
+        RunDir(folder).write_files(plan.files(made))
     dist.barrier()
     task = open_task(made.config, plan.summary(made)["data"])
     return Trainer(made.config, made.cut, made.deepspeed.values, rank, RunDir(folder), task)

@@ -29,6 +29,7 @@ ZERO_STAGES = {
     "stage3_prefetch_bucket_size": {3},
     "stage3_param_persistence_threshold": {3},
     "stage3_gather_16bit_weights_on_model_save": {3},
+    "memory_efficient_linear": {3},
 }
 """The stages at which DeepSpeed reads a key of ``zero``."""
 

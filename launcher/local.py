@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ from launcher.schema import Config
 WORKER = (sys.executable, "-m", "launcher.worker")
 
 POLL_S = 0.05
+
+LOST_A_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exited|Broken pipe", re.IGNORECASE)
+"""What gloo and NCCL say on a rank whose peer is gone."""
 
 
 def run(
@@ -153,19 +157,22 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
     """The error that names the rank that failed first; the others lost their peer and failed of that.
 
     A rank that raises notes when. One that died without a word did so after it was last seen alive, and before its
-    peers noticed; only an abort is what the collectives do to a rank that has lost its peer.
+    peers noticed. Collectives abort where a peer is lost, but also where peers disagree: an abort is taken to come
+    after what others note, unless all that they note is that they have lost a peer.
     """
-    found: list[tuple[float, Rank, str, str]] = []
+    found: list[tuple[bool, float, Rank, str, str]] = []
     for rank in ranks:
         note = _failure(run_dir.failure(rank.number))
         if note is not None:
-            found.append((float(str(note["time"])), rank, str(note["kind"]), str(note["reason"])))
+            reason = str(note["reason"])
+            lost_a_peer = LOST_A_PEER.search(reason) is not None
+            found.append((lost_a_peer, float(str(note["time"])), rank, str(note["kind"]), reason))
         elif rank in failed:
             assert rank.code is not None
             assert rank.seen_dead is not None
             when = rank.seen_dead if -rank.code == signal.SIGABRT else rank.seen_alive
-            found.append((when, rank, "failure", _end_of(rank.code, run_dir.log(rank.number))))
-    _, first, kind, reason = min(found, key=lambda entry: entry[0])
+            found.append((False, when, rank, "failure", _end_of(rank.code, run_dir.log(rank.number))))
+    *_, first, kind, reason = min(found, key=lambda entry: entry[:2])
     if kind == "request":
         return RequestError(*reason.splitlines())
     return RunError(f"rank {first.number} failed: {reason} (log: {run_dir.log(first.number)})")
@@ -179,10 +186,13 @@ def _failure(path: Path) -> Mapping[str, object] | None:
 
 
 def _end_of(code: int, log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     if code < 0:
         name = signal.Signals(-code).name
-        return f"killed by {name}" + (", often a sign of too little memory" if name == "SIGKILL" else "")
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        # What C++ says before it aborts.
+        said = next((line.partition("what():")[2].strip() for line in reversed(lines) if "what():" in line), "")
+        why = {"SIGKILL": "often a sign of too little memory", "SIGABRT": said}.get(name)
+        return f"killed by {name}" + (f", {why}" if why else "")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
     return f"exit code {code}: {last}"
 

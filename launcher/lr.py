@@ -192,6 +192,17 @@ def check_scaling(batch: Batch) -> list[str]:
     return []
 
 
+def check_peak(config: Config, train_batch_size: int) -> list[str]:
+    """Fault lines of a learning rate that its scaling takes beyond all numbers."""
+    highest = peak(config, train_batch_size)
+    if math.isfinite(highest):
+        return []
+    return [
+        f"optimizer.lr={config.optimizer.lr}: batch.lr_scaling={config.batch.lr_scaling.value} from "
+        f"{config.batch.reference_batch_size} to {train_batch_size} sequences makes it {highest}; set a smaller one"
+    ]
+
+
 def warnings(config: Config, train_batch_size: int) -> list[str]:
     """Lines about a learning rate that is scaled beyond where its rule is known to hold; the run may go on.
 

@@ -92,6 +92,9 @@ def make(config: Config) -> Plan:
     counted = None
     if cut is not None and not schedule_faults:
         counted = attempt(count_steps, config, cut, len(read.train) if read else None)
+    if not rate_faults and cut is not None:
+        rate_faults += lr.check_peak(config, cut.train_batch_size)
+        faults += rate_faults
     if not rate_faults:
         run = _run(config, cut, read, counted) if cut is not None else None
         if cut is not None and run is not None:
@@ -312,6 +315,7 @@ def render(plan: Plan, run_dir: object) -> None:
     facts = summary(plan)
     cut, run, rate, data = facts["batch"], facts["run"], facts["learning_rate"], facts["data"]
     schedule = facts["batch_schedule"]
+    validation = "no" if plan.config.data.validation is None else _number(data["validation_sequences"])
     # Batches that grow during the run make fewer steps of the same sequences.
     at_most = "at most " if rate["counted_in"] == "sequences" else ""
     console.print(f"[bold]{plan.config.name}[/bold] on {_count(plan.num_ranks, 'rank')}")
@@ -336,10 +340,7 @@ def render(plan: Plan, run_dir: object) -> None:
         f"run            {at_most}{_number(run['num_steps'])} optimizer steps, {_number(run['epochs'])} epochs, "
         f"tail={run['tail']}"
     )
-    console.print(
-        f"data           {_number(data['train_sequences'])} training and {_number(data['validation_sequences'])} "
-        "validation sequences"
-    )
+    console.print(f"data           {_number(data['train_sequences'])} training and {validation} validation sequences")
     console.print(
         f"learning rate  {rate['schedule']}: {_number(rate['first'])} first, {_number(rate['peak'])} after "
         f"{_number(rate['warmup_steps'])} warm-up steps, {_number(rate['last'])} in the last; "

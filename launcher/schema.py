@@ -206,6 +206,8 @@ class Zero:
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_param_persistence_threshold: int = 100_000
     stage3_gather_16bit_weights_on_model_save: bool = False
+    memory_efficient_linear: bool = True
+    """Linear layers do not keep whole weights for the backward pass; in bf16 and fp16 a bias is then rounded apart."""
 
 
 @dataclass(frozen=True)

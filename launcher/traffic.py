@@ -64,9 +64,7 @@ def per_step(config: Config, sizes: Sizes, accumulation_steps: int) -> Traffic:
     zero, precision = config.zero, config.precision
     times = accumulation_steps if sync(config) is Sync.EVERY_MICRO_BATCH else 1
     reduced = precision.communication_data_type or precision.grad_accum_dtype
-    # With bf16 sums in fp32 stage 1 is another optimizer of DeepSpeed's, which reduces as without ZeRO.
-    apart = zero.stage == 1 and precision.dtype is Dtype.BF16 and precision.grad_accum_dtype is Dtype.FP32
-    bucket = FIXED_BUCKET if zero.stage == 0 or apart else zero.reduce_bucket_size
+    bucket = zero.reduce_bucket_size if _has_buckets(config) else FIXED_BUCKET
     gradients = Collectives(
         "reduce_scatter" if zero.stage == 3 else "all_reduce",
         times * _buckets(_in_order(config, sizes), bucket),
@@ -83,6 +81,14 @@ def per_step(config: Config, sizes: Sizes, accumulation_steps: int) -> Traffic:
     passes = 1 if sizes.total <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) else 2
     gathered = small + (sizes.total - small) * accumulation_steps * passes
     return Traffic(gradients, Collectives("all_gather", None, gathered * width))
+
+
+def _has_buckets(config: Config) -> bool:
+    """DeepSpeed has no buckets of its own to reduce in without ZeRO, nor at stage 1 with bf16 sums in fp32, which is
+    another optimizer of its own."""
+    precision = config.precision
+    apart = precision.dtype is Dtype.BF16 and precision.grad_accum_dtype is Dtype.FP32
+    return config.zero.stage > (1 if apart else 0)
 
 
 def _in_order(config: Config, sizes: Sizes) -> list[int]:
@@ -119,9 +125,18 @@ def memory(config: Config, sizes: Sizes, ranks: int) -> dict[str, int | None]:
         "master_weights": masters,
         "gradients": summed * (total if whole else 0) + (summed * part if stage >= 2 or offloaded else 0),
         "optimizer_states": 4 * part * _moments(config),
-        "reduction_buckets": 0 if stage == 0 else config.zero.reduce_bucket_size * (summed if stage < 3 else width),
+        "reduction_buckets": _buckets_held(config) * config.zero.reduce_bucket_size * (summed if stage < 3 else width),
         "activations": None,
     }
+
+
+def _buckets_held(config: Config) -> int:
+    """Buffers for ``zero.reduce_bucket_size`` elements: one to copy gradients together in, and at stages 1 and 2 with
+    overlap_comm another one, that is filled while the first is sent."""
+    if not _has_buckets(config):
+        return 0
+    zero = config.zero
+    return int(zero.contiguous_gradients) + int(zero.overlap_comm and zero.stage < 3)
 
 
 def _moments(config: Config) -> int:

@@ -240,6 +240,25 @@ def test_a_rank_that_aborts_is_not_named_before_the_one_that_it_lost(run_dir: Ru
     assert str(raised.value) == f"rank 1 failed: ValueError: the first cause (log: {run_dir.log(1)})"
 
 
+def test_a_rank_that_aborts_is_named_with_its_last_words_where_the_others_only_lost_it(
+    run_dir: RunDir, worker: Worker
+) -> None:
+    """So gloo ends a rank that was sent more or less than it waited for."""
+    command = worker("""
+        if rank == 1:
+            wait_for("noted")
+            print("terminate called\\n  what():  1380 vs 1108. A mismatch\\n", flush=True)
+            os.abort()
+        note("failure", "RuntimeError: [pair.cc:544] Connection reset by peer [127.0.0.1]")
+        put("noted", "")
+        time.sleep(600)
+    """)
+    with pytest.raises(RunError) as raised:
+        run(run_dir, 2, command)
+    reason = "killed by SIGABRT, 1380 vs 1108. A mismatch"
+    assert str(raised.value) == f"rank 1 failed: {reason} (log: {run_dir.log(1)})"
+
+
 def test_what_a_rank_says_when_it_is_ended_is_no_first_cause(run_dir: RunDir, worker: Worker) -> None:
     command = worker("""
         if rank == 0:

@@ -259,3 +259,15 @@ def test_a_rule_that_is_stretched_is_warned_of(
     lines = lr.warnings(replace(BASE, optimizer=optimizer, batch=batch), size)
     assert len(lines) == bool(told)
     assert all(told in line and line.startswith(f"batch.lr_scaling={scaling}: ") for line in lines)
+
+
+def test_a_learning_rate_that_its_scaling_takes_beyond_all_numbers_is_refused() -> None:
+    config = replace(
+        BASE,
+        optimizer=replace(BASE.optimizer, lr=1e308),
+        batch=Batch(64, lr_scaling=Scaling.QUADRATIC, reference_batch_size=1),
+    )
+    assert lr.check_peak(config, 64) == [
+        "optimizer.lr=1e+308: batch.lr_scaling=quadratic from 1 to 64 sequences makes it inf; set a smaller one"
+    ]
+    assert lr.check_peak(config, 1) == []

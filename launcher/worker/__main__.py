@@ -16,6 +16,9 @@ from launcher.errors import EXIT_FAILED, EXIT_REFUSED, RequestError
 from launcher.rundir import RunDir
 from launcher.schema import Mode
 
+LONGEST = 500
+"""Characters of a reason; the log has all of it."""
+
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -27,8 +30,8 @@ def main() -> int:
         return _leave(EXIT_REFUSED)
     except BaseException as error:  # whatever it is, the launcher must learn which rank failed first, and why
         traceback.print_exc()
-        lines = str(error).strip().splitlines()
-        _report(run_dir, rank, "failure", f"{type(error).__name__}: {lines[0] if lines else ''}")
+        message = " ".join(str(error).split())
+        _report(run_dir, rank, "failure", f"{type(error).__name__}: {message[:LONGEST]}")
         return _leave(EXIT_FAILED)
     return 0
 

@@ -60,6 +60,10 @@ class Engine:
         self._coalesces = sync is Sync.ONCE_PER_WINDOW and self._stage >= 2
         self._window = ExitStack()
         self._micro_batches_left = 0
+        self._order: list[int] = []
+        self._names = [name for name, parameter in self.deepspeed.module.named_parameters() if parameter.requires_grad]
+        if sync is Sync.EVERY_MICRO_BATCH:
+            self._watch_order()
         if self._coalesces and values["data_types"]["grad_accum_dtype"] == "fp32":
             _sum_gradients_in_fp32(self.deepspeed)
         self._data_parallel_size = self.deepspeed.dp_world_size
@@ -94,6 +98,7 @@ class Engine:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         self._micro_batches_left = num_micro_batches
+        self._order.clear()
         if self._coalesces:
             self._window.enter_context(self.deepspeed.coalesce_grad_reduction())
         self._set_boundary()
@@ -102,9 +107,11 @@ class Engine:
         """Accumulate the gradient of ``loss_sum / weight``, where ``weight`` is that of the whole global batch.
 
         DeepSpeed averages gradients over the data-parallel ranks, so the sum over them is restored here; it is told
-        not to divide by the accumulation steps.
+        not to divide by the accumulation steps. A sum that is not finite makes all gradients so, even where its own
+        are finite (a target whose logit is -inf): no rank can apply them then.
         """
-        self.deepspeed.backward(loss_sum * (self._data_parallel_size / weight), scale_wrt_gas=False)
+        loss = loss_sum * (self._data_parallel_size / weight)
+        self.deepspeed.backward(loss * (1.0 + 0.0 * loss.detach()), scale_wrt_gas=False)
         if isinstance(self.deepspeed.optimizer, BF16_Optimizer):
             # They are in its sums by now. DeepSpeed clears them only before a backward pass that it sees coming, which
             # it does not where the model wraps its logits in a class of its own.
@@ -127,12 +134,39 @@ class Engine:
         scale = float(optimizer.loss_scale) if self.deepspeed.fp16_enabled() else 1.0
         return torch.nn.utils.get_total_norm(gradients).double() / (scale * self._data_parallel_size)
 
+    def order(self) -> list[str]:
+        """The names of the parameters in the order in which they had gradients in the window so far.
+
+        Where gradients are reduced after every backward pass it has to be the same on all ranks, because DeepSpeed
+        reduces what comes at the same place on each. Elsewhere it does not matter, and is empty.
+        """
+        return [self._names[number] for number in self._order]
+
+    def _watch_order(self) -> None:
+        trained = [parameter for parameter in self.deepspeed.module.parameters() if parameter.requires_grad]
+        for number, parameter in enumerate(trained):
+            parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._order.append(number))
+
+    def _complete_gradients(self) -> None:
+        """Give zeros to the parameters that had no gradient in a window which is reduced at its end: another rank may
+        have used them, and all must send the same."""
+        for parameter in self.deepspeed.module.parameters():
+            kept = parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
+            if parameter.requires_grad and not kept:
+                # At stage 3 a parameter that is not in use has no elements, and takes no gradient of its full shape.
+                data, shape = parameter.data, getattr(parameter, "ds_shape", parameter.shape)
+                parameter.data = data.new_empty(shape)
+                parameter.grad = torch.zeros(shape, dtype=parameter.grad_dtype, device=data.device)
+                parameter.data = data
+
     def _set_boundary(self) -> None:
         """Tell DeepSpeed, which counts for itself otherwise, whether the next backward pass is the window's last."""
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_batches_left <= 1)
 
     def end_window(self) -> Update:
         """Clip the accumulated gradient once, apply and clear it; on all ranks, or on none if it is not finite."""
+        if self._coalesces:
+            self._complete_gradients()
         self._window.close()  # gradients that were summed here are reduced now
         self._set_boundary()
         norm = None

@@ -1,12 +1,16 @@
 """One optimizer step, and one evaluation: the arithmetic that makes a step its global batch."""
 
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
 
 from launcher import noise_scale
+from launcher.errors import RunError
 from launcher.worker import distributed
 from launcher.worker.engine import Engine, Update
 from launcher.worker.objectives import Batch, Objective, Weight
@@ -45,12 +49,34 @@ def train_step(
         del loss  # and with it what autograd still holds, before the next micro-batch needs the space
         if measure_noise and micro_batch is share.micro_batches[0]:
             first = engine.own_gradient_norm()
-    update = engine.end_window()
     sums = [total.item(), *_small_gradient(first, share.micro_batches[0].weight.weight, weight.weight)]
-    loss_sum, *small = distributed.sum_over_ranks(sums, engine.device)
+    loss_sum, *small, order, square = distributed.sum_over_ranks([*sums, *_fingerprint(engine.order())], engine.device)
+    if dist.get_world_size() * int(square) != int(order) ** 2:
+        raise RunError(_different_orders(engine.order()))
+    update = engine.end_window()
     mean = loss_sum / weight.weight
     noise = _noise(update, small, weight.weight, share.num_sequences) if len(share.micro_batches) > 1 else None
     return Outcome(mean if math.isfinite(mean) else None, weight, update, noise)
+
+
+def _fingerprint(names: list[str]) -> tuple[int, int]:
+    """A number of 20 bits and its square, whose sums over up to a thousand ranks are exact: n x sum of squares is the
+    square of the sum where all are equal, and only there (Cauchy and Schwarz)."""
+    number = zlib.crc32("\n".join(names).encode()) >> 12
+    return number, number**2
+
+
+def _different_orders(names: list[str]) -> str:
+    everyones: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyones, names)
+    rank, other = next((rank, other) for rank, other in enumerate(everyones) if other != everyones[0])
+    at = next(place for place, pair in enumerate(zip_longest(everyones[0], other)) if pair[0] != pair[1])
+    here, there = (found[at] if at < len(found) else "none" for found in (everyones[0], other))
+    return (
+        f"ranks use different parameters in one micro-batch (rank 0 {here}, rank {rank} {there}), which mixes up their "
+        "gradients where these are reduced after every micro-batch; set zero=stage1, or "
+        "accumulation.sync=once_per_window with zero=stage2"
+    )
 
 
 def _small_gradient(norm: torch.Tensor | None, weight: float, total: float) -> tuple[float, float, float]:

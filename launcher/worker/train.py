@@ -114,7 +114,7 @@ class Trainer:
                 "peak_memory_bytes": int(peak_memory),
                 "mfu": None,
                 "skipped": not outcome.update.applied,
-                "noise_scale": self.course.noise_scale if self.measures_noise else None,
+                "noise_scale": self.course.noise_scale if outcome.noise is not None else None,
                 "time": now(),
             }
         )

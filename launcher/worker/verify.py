@@ -4,21 +4,25 @@ import gc
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 
-from launcher import deepspeed_json, rundir, traffic
+from launcher import deepspeed_json, rundir, steps, traffic
 from launcher.batch import Cut
-from launcher.errors import RunError
+from launcher.batch_schedule import Levels
+from launcher.errors import RequestError, RunError
 from launcher.genome import alphabet
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
-from launcher.schema import Config, Dtype, OptimizerType
+from launcher.schema import Config, Dtype, OptimizerType, Train
 from launcher.steps import Int64s, Steps, UInt64s
 from launcher.worker import models, optimizers, states, step
 from launcher.worker.data import Task
@@ -32,6 +36,9 @@ DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 MAX_ATTEMPTS = 32
 """Of an update in fp16, whose loss scale has to come down first."""
 
+DRAWS = 8
+"""Passes over one sequence, to see whether the model draws random numbers."""
+
 SHORTEST = 8
 """Bases that are left of the shortest sequence."""
 
@@ -44,12 +51,10 @@ class Trace:
     grad_norms: list[float | None] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     moments: Tensors | None = None
-    rounded_moments: dict[int, Tensors | None] = field(default_factory=dict)
-    """Of one process with gradients in the precision of the run, by the size of its micro-batches."""
     before: Tensors = field(default_factory=dict)
     after: Tensors = field(default_factory=dict)
-    passes: int = 1
-    """In how many pieces a global batch was read, where it was to be read whole."""
+    micro_batch_size: int = 0
+    """Sequences that were read at once."""
 
 
 class Uneven:
@@ -92,33 +97,27 @@ def run(
     if rank.world_size == 1:
         tell("computing the whole batch in one process")
         folder.mkdir(exist_ok=True)
-        whole_size = planned[0]["train_batch_size"]
-        reference = whole(config, whole_size, task, source)
-        if config.precision.dtype is not Dtype.FP32:
-            for size in {values["micro_batch_size"] for values in planned}:
-                pieces = Cut(whole_size, size, whole_size // size, 1)
-                reference.rounded_moments[size] = rounded_moments(config, pieces, task, source)
-        torch.save(asdict(reference), folder / "whole.pt")
-    reference = Trace(**torch.load(folder / "whole.pt"))
+        torch.save([asdict(one) for one in references(config, planned, task, source)], folder / "whole.pt")
+    found = {one.micro_batch_size: one for one in (Trace(**values) for values in torch.load(folder / "whole.pt"))}
+    largest = max(found)
     rows = []
     for values in planned:
         cut = Cut(**values)
-        largest = cut.train_batch_size // reference.passes
         if cut.data_parallel_size != rank.world_size or cut.micro_batch_size > largest:
             continue
-        steps = f"{cut.gradient_accumulation_steps} accumulation steps"
-        tell(f"micro-batches of {cut.micro_batch_size} x {steps} x {cut.data_parallel_size} ranks")
+        accumulation = f"{cut.gradient_accumulation_steps} accumulation steps"
+        tell(f"micro-batches of {cut.micro_batch_size} x {accumulation} x {cut.data_parallel_size} ranks")
         trace = in_pieces(config, cut, rank, task, source)
         rows.append(
             {
                 "cut": values,
                 "loss": trace.losses,
                 "grad_norm": trace.grad_norms,
-                "errors": errors(trace, reference, cut),
+                "errors": errors(trace, found.get(cut.micro_batch_size, found[largest])),
             }
         )
     if rank.is_first:
-        text = json.dumps({"passes": reference.passes, "rows": rows})
+        text = json.dumps({"passes": planned[0]["train_batch_size"] // largest, "rows": rows})
         rundir.write_text(folder / f"{rank.world_size}.json", text)
 
 
@@ -135,6 +134,8 @@ def in_pieces(config: Config, cut: Cut, rank: Rank, task: Task, source: Source) 
             outcome = step.train_step(engine, task.objective, shares[number], config.verify.learning_rate)
             if outcome.update.applied or config.precision.dtype is not Dtype.FP16:
                 break
+        if outcome.weight.weight == 0:
+            raise RequestError(_without_target(number))
         if outcome.loss is None or not outcome.update.applied:
             raise RunError(f"step {number + 1}: no update could be applied: loss or gradients are not finite")
         trace.losses.append(outcome.loss)
@@ -149,62 +150,110 @@ def in_pieces(config: Config, cut: Cut, rank: Rank, task: Task, source: Source) 
     return trace
 
 
-def whole(config: Config, size: int, task: Task, source: Source) -> Trace:
-    """The same steps in one process of plain torch, without DeepSpeed, that sees each global batch at once.
+def references(config: Config, planned: Sequence[Mapping[str, Any]], task: Task, source: Source) -> list[Trace]:
+    """What the cuts are held against: the same steps in one process of plain torch, without DeepSpeed.
 
-    In as few passes as the memory of the accelerator allows. A run in bf16 or fp16 is held against fp32 from the same
-    rounded weights: what it would be without rounding.
+    In fp32 it sees each global batch at once, or in as few passes as the memory of the accelerator allows. In bf16 and
+    fp16 the size of a pass changes what the pass itself rounds. There a cut is held against the same passes, one
+    process for each size of micro-batch, whose gradients are summed in fp32: what may differ is what a run loses in
+    its sums and reductions.
+
+    Raises RequestError for a model or data that no two cuts can agree on.
     """
-    for passes in (passes for passes in range(1, size + 1) if size % passes == 0):
+    batch_size = planned[0]["train_batch_size"]
+    size = min(values["micro_batch_size"] for values in planned)
+    _refuse_randomness(config, Cut(batch_size, size, batch_size // size, 1), task, source)
+    if config.precision.dtype is not Dtype.FP32:
+        sizes = sorted({values["micro_batch_size"] for values in planned})
+        found = [_by_one_process(config, Cut(batch_size, size, batch_size // size, 1), task, source) for size in sizes]
+    else:
+        found = [_whole(config, batch_size, task, source)]
+    for trace in found:
+        if not _norm(_difference(trace.after, trace.before).values()):
+            raise RequestError(
+                f"verify.learning_rate={config.verify.learning_rate:g}: the steps do not move the weights, so that "
+                "nothing can be told from them; raise it, or take a model whose gradients are not 0"
+            )
+    return found
+
+
+def _whole(config: Config, batch_size: int, task: Task, source: Source) -> Trace:
+    for passes in (passes for passes in range(1, batch_size + 1) if batch_size % passes == 0):
         try:
-            return _whole(config, Cut(size, size // passes, passes, 1), task, source)
+            return _by_one_process(config, Cut(batch_size, batch_size // passes, passes, 1), task, source)
         except torch.OutOfMemoryError:
-            if passes == size:
+            if passes == batch_size:
                 raise
         _release_memory()
     raise AssertionError("a batch divides by its own size")
 
 
-def _whole(config: Config, cut: Cut, task: Task, source: Source) -> Trace:
-    model = _plain_model(config)
-    device = next(model.parameters()).device
-    optimizer = _optimizer(model, config)
-    trace = Trace(before=_values(model), passes=cut.gradient_accumulation_steps)
+def _by_one_process(config: Config, cut: Cut, task: Task, source: Source) -> Trace:
+    """Master weights in fp32, which passes in bf16 or fp16 see rounded, as in mixed-precision training (Micikevicius et
+    al. 2018)."""
+    masters = _plain_model(config)
+    model = masters if config.precision.dtype is Dtype.FP32 else _plain_model(config)
+    optimizer = _optimizer(masters, config)
+    trace = Trace(before=_values(masters), micro_batch_size=cut.micro_batch_size)
     shares = Shares(source, task.objective, _steps(config, cut, len(source)), cut, rank=0)
     for number in range(config.verify.steps):
-        optimizer.zero_grad()
-        loss = _accumulate(model, task, shares[number], device)
-        norm = _clip(model, config)
+        if model is not masters:
+            _round(masters, model, DTYPES[config.precision.dtype])
+        model.zero_grad()
+        with _linear_layers(config):
+            loss = _accumulate(model, task, shares[number], number)
+        for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+            if master.requires_grad:
+                # What no pass has used has a gradient of 0, as in a run: DeepSpeed's partitions know no other.
+                master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad
+        norm = _clip(masters, config)
         optimizer.step()
         trace.losses.append(loss)
         trace.grad_norms.append(norm)
         trace.learning_rates.append(config.verify.learning_rate)
         if number == 0:
-            trace.moments = _moments(model, optimizer)
-    trace.after = _values(model)
+            trace.moments = _moments(masters, optimizer)
+    trace.after = _values(masters)
     return trace
 
 
-def rounded_moments(config: Config, cut: Cut, task: Task, source: Source) -> Tensors | None:
-    """The first moments after one update of one process of plain torch, whose gradients are computed in the precision
-    of the run and in micro-batches of its size, and then summed in fp32.
+@torch.no_grad()
+def _round(masters: nn.Module, model: nn.Module, dtype: torch.dtype) -> None:
+    """The weights that passes are computed with; their gradients are summed in fp32."""
+    for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+        parameter.data = master.to(dtype)
+        parameter.grad_dtype = torch.float32
 
-    From this a run may differ by what its sums and reductions lose, and not by what the passes themselves round.
-    """
+
+@contextmanager
+def _linear_layers(config: Config) -> Iterator[None]:
+    """Those that DeepSpeed puts in at stage 3, which add a bias to a product that is rounded already."""
+    if config.zero.stage < 3 or not config.zero.memory_efficient_linear:
+        yield
+        return
+    linear = F.linear
+    F.linear = zero3_linear_wrap
+    try:
+        yield
+    finally:
+        F.linear = linear
+
+
+@torch.no_grad()
+def _refuse_randomness(config: Config, cut: Cut, task: Task, source: Source) -> None:
     model = _plain_model(config)
     device = next(model.parameters()).device
-    optimizer = _optimizer(model, config)
-    low = _plain_model(config)
-    for parameter in low.parameters():
-        parameter.data = parameter.data.to(DTYPES[config.precision.dtype])
-        parameter.grad_dtype = torch.float32
-    shares = Shares(source, task.objective, _steps(config, cut, len(source)), cut, rank=0)
-    _accumulate(low, task, shares[0], device)
-    for parameter, rounded in zip(model.parameters(), low.parameters(), strict=True):
-        parameter.grad = rounded.grad
-    _clip(model, config)
-    optimizer.step()
-    return _moments(model, optimizer)
+    first = Shares(source, task.objective, _steps(config, cut, len(source)), cut, rank=0)[0].micro_batches[0]
+    found = set()
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        loss = task.objective.loss(model, step.to_device(device, first.batch)).item()
+        found.add(f"{loss:.4g}")
+    if len(found) > 1:
+        raise RequestError(
+            f"model: it draws random numbers while it trains (losses of one sequence: {', '.join(sorted(found))}), "
+            "so that no two cuts can give the same update; switch that off for mode=verify (dropout modules are off)"
+        )
 
 
 def _plain_model(config: Config) -> nn.Module:
@@ -217,15 +266,25 @@ def _plain_model(config: Config) -> nn.Module:
     return model.to(get_accelerator().current_device_name()).train()
 
 
-def _accumulate(model: nn.Module, task: Task, share: Share, device: torch.device) -> float:
-    """Add up the gradients of a global batch; returns its loss."""
-    loss = 0.0
+def _accumulate(model: nn.Module, task: Task, share: Share, number: int) -> float:
+    """Add up the gradients of the global batch of a step; returns its loss."""
+    if share.weight.weight == 0:
+        raise RequestError(_without_target(number))
+    loss, device = 0.0, next(model.parameters()).device
     for micro_batch in share.micro_batches:
-        batch = step.to_device(device, micro_batch.batch)
-        part = task.objective.loss(model, batch) / share.weight.weight
+        if micro_batch.is_empty:
+            continue
+        part = task.objective.loss(model, step.to_device(device, micro_batch.batch)) / share.weight.weight
         part.backward()
         loss += part.item()
     return loss
+
+
+def _without_target(number: int) -> str:
+    return (
+        f"step {number + 1}: no base of its global batch is a target; set a larger batch.train_batch_size, or a "
+        "smaller data.max_n_fraction"
+    )
 
 
 def _clip(model: nn.Module, config: Config) -> float:
@@ -245,14 +304,13 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
 
 
-def errors(trace: Trace, reference: Trace, cut: Cut) -> dict[str, float | None]:
+def errors(trace: Trace, reference: Trace) -> dict[str, float | None]:
     """The relative errors of ``launcher.verify.QUANTITIES``."""
     changed, wanted = _difference(trace.after, trace.before), _difference(reference.after, reference.before)
-    moments = reference.rounded_moments.get(cut.micro_batch_size, reference.moments)
     return {
         "loss": _largest(trace.losses, reference.losses),
         "grad_norm": _largest(trace.grad_norms, reference.grad_norms),
-        "gradient": _relative(trace.moments, moments) if trace.moments and moments else None,
+        "gradient": _relative(trace.moments, reference.moments) if trace.moments and reference.moments else None,
         "parameters": _relative(trace.after, reference.after),
         "update": _relative(changed, wanted),
         "learning_rate": _largest(trace.learning_rates, reference.learning_rates),
@@ -270,18 +328,20 @@ def turn_off_dropout(model: nn.Module) -> None:
 
 
 def _steps(config: Config, cut: Cut, num_sequences: int) -> Steps:
-    """Constant batches, as many as are tried."""
-    return Steps(num_sequences, cut.train_batch_size, config.accumulation.tail, config.verify.steps, config.seed)
+    """Constant batches, as many as are tried. Raises RequestError where the data do not fill one."""
+    levels = Levels((cut.train_batch_size,))
+    limits = Train(max_steps=config.verify.steps)
+    return steps.of(limits, config.accumulation.tail, levels, num_sequences, None, config.seed)
 
 
 def _largest(ours: Sequence[float | None], reference: Sequence[float | None]) -> float | None:
     pairs = [(a, b) for a, b in zip(ours, reference, strict=True) if a is not None and b is not None]
-    return max((abs(a - b) / abs(b) for a, b in pairs), default=None)
+    return max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=None)
 
 
 def _relative(ours: Tensors, reference: Tensors) -> float:
-    """|a - b| / |b| over all tensors as one vector, in double precision."""
-    return _norm(_difference(ours, reference).values()) / _norm(reference.values())
+    """|a - b| / |b| over all tensors as one vector, in double precision; |a| where b is 0."""
+    return _norm(_difference(ours, reference).values()) / (_norm(reference.values()) or 1.0)
 
 
 def _difference(ours: Tensors, theirs: Tensors) -> Tensors:

@@ -62,3 +62,44 @@ class WrappedNet(Net):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return SimpleNamespace(logits=super().forward(tokens))
+
+
+class Branching(Net):
+    """Sequences whose second base is A or C take one head and the others another, as experts do: which parameters a
+    micro-batch uses depends on what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(64, 17)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
+        hidden = torch.tanh(self.mix(embedded)).transpose(1, 2)
+        logits = hidden.new_zeros(*tokens.shape, 17)
+        first = tokens[:, 1] <= TOKENS["C"]
+        for chosen, head in ((first, self.head), (~first, self.other)):
+            if chosen.any():
+                logits[chosen] = head(hidden[chosen])
+        return logits
+
+
+class PartlyIdle(Net):
+    """With parameters that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(64, 64)
+
+
+class Restless(Net):
+    """Draws random numbers without a module that says so."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return F.dropout(super().forward(tokens), 0.1, self.training)
+
+
+class Still(Net):
+    """Has no gradient."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return 0 * super().forward(tokens)

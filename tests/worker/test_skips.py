@@ -49,6 +49,16 @@ class Wary(plain.WrappedNet):
         return output
 
 
+class Barred(plain.WrappedNet):
+    """Holds one base for impossible in it: infinite losses, and finite gradients."""
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        output = super().forward(tokens)
+        wrong = (tokens == N).any(1)[:, None, None] & (torch.arange(output.logits.shape[-1]) == plain.TOKENS["C"])
+        output.logits = output.logits.masked_fill(wrong, -math.inf)
+        return output
+
+
 class Endless(plain.WrappedNet):
     """Makes infinite losses of it."""
 
@@ -101,6 +111,10 @@ SKIPPING = (
     at_every_stage(WARY)
     | {f"{name}-bf16": bf16(config) for name, config in at_every_stage(WARY).items()}
     | {f"{name}-cpu": on_cpu(at_every_stage(WARY)[name]) for name in ("stage2", "stage2-once", "stage3-once")}
+    | {
+        f"{name}-barred": replace(config, model=Call("tests.worker.test_skips.Barred"))
+        for name, config in at_every_stage(WARY).items()
+    }
     | {"stage2-once-inf": replace(at(2, WARY, ONCE), model=Call("tests.worker.test_skips.Endless"))}
 )
 STOPPED = replace(WARY, train=replace(WARY.train, max_consecutive_skips=2))

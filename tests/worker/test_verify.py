@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from launcher import plan, verify
+from launcher.errors import RequestError
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
 from launcher.schema import (
@@ -19,6 +20,7 @@ from launcher.schema import (
     BatchNorm,
     Call,
     Config,
+    Data,
     Device,
     Dtype,
     Mode,
@@ -26,6 +28,7 @@ from launcher.schema import (
     OptimizerType,
     Precision,
     Sync,
+    Tail,
     Verify,
 )
 from tests.ranks import on_ranks
@@ -58,6 +61,11 @@ def clipped(config: Config) -> Config:
     return replace(config, train=replace(config.train, gradient_clipping=0.5))
 
 
+NUM_FEW = 18
+FEW = Data(fasta="few.fa", sequence_length=60, validation=None)
+UNKNOWN = Data(fasta="unknown.fa", sequence_length=60, validation=None, max_n_fraction=1.0)
+"""Written by ``written``."""
+
 ONCE = Accumulation(sync=Sync.ONCE_PER_WINDOW)
 
 SOUND = {
@@ -71,7 +79,30 @@ SOUND = {
     "sgd": optimizer(OptimizerType.SGD),
     "muon": optimizer(OptimizerType.MUON),
     "llama-stage3": replace(stage(3), model=runs.TINY_LLAMA),
+    # Of the eighteen sequences the second batch has two: most micro-batches have nothing in them.
+    **{
+        f"{name}-flush": replace(config, data=FEW, accumulation=Accumulation(tail=Tail.FLUSH))
+        for name, config in (("fp32", BASE), ("bf16", bf16(BASE)))
+    },
+    **{f"idle-stage{number}": replace(stage(number), model=Call("tests.worker.plain.PartlyIdle")) for number in (0, 1)},
+    # Ranks that use different parameters, where gradients are reduced once. At stage 3 they cannot.
+    **{
+        f"branching-stage{number}": replace(
+            stage(number), model=Call("tests.worker.plain.Branching"), accumulation=ONCE, verify=Verify(cuts=[4, 8])
+        )
+        for number in (0, 1, 2)
+    },
 }
+
+REFUSED = {
+    "model: it draws random numbers": replace(BASE, model=Call("tests.worker.plain.Restless")),
+    "verify.learning_rate=0.001: the steps do not move": replace(BASE, model=Call("tests.worker.plain.Still")),
+    "accumulation.tail=drop: the 18 sequences": replace(
+        BASE, data=FEW, batch=Batch(20), accumulation=Accumulation(tail=Tail.DROP)
+    ),
+    "step 1: no base of its global batch is a target": replace(BASE, data=UNKNOWN),
+}
+"""What nothing can be told about, by how it is said."""
 
 
 class WithBatchNorm(plain.Net):
@@ -210,6 +241,19 @@ def verify_worker() -> Any:
     return worker
 
 
+def written(configs: dict[str, Config], folder: Path) -> dict[str, Config]:
+    """The same with their genomes in a folder."""
+    contigs = [bases[:60] for bases in plain.contigs(runs.CONTIGS).values()][:NUM_FEW]
+    for name, sequences in (("few.fa", contigs), ("unknown.fa", ["N" * 60] * NUM_FEW)):
+        (folder / name).write_text("".join(f">{number}\n{bases}\n" for number, bases in enumerate(sequences)))
+    found = {}
+    for name, config in configs.items():
+        assert isinstance(config.data, Data)
+        fasta = config.data.fasta if config.data not in (FEW, UNKNOWN) else str(folder / str(config.data.fasta))
+        found[name] = replace(config, data=replace(config.data, fasta=fasta))
+    return found
+
+
 def verify_all(rank: Rank, sound: dict[str, Config], folder: Path) -> None:
     """The cuts of so many ranks, of all sound runs and all faulty ones; leaves what the ranks leave."""
     for name, config in sound.items():
@@ -237,9 +281,10 @@ def verify_one(rank: Rank, config: Config, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """``verify.json`` by the name of the run."""
     folder = tmp_path_factory.mktemp("verify")
+    sound = written(SOUND, folder)
     for ranks in (1, 2):
-        on_ranks(ranks, verify_all, SOUND, folder, timeout=1200)
-    configs = SOUND | {name: config for name, (config, _) in faults().items()}
+        on_ranks(ranks, verify_all, sound, folder, timeout=1200)
+    configs = sound | {name: config for name, (config, _) in faults().items()}
     return {name: verify.collect(config, RunDir(folder / name)) for name, config in configs.items()}
 
 
@@ -248,7 +293,7 @@ def test_every_cut_of_a_sound_run_passes(found: dict[str, dict[str, Any]], name:
     rows = found[name]["cuts"]
     assert found[name]["passed"], [row["errors"] for row in rows]
     assert {row["cut"]["data_parallel_size"] for row in rows} == {1, 2}
-    assert {row["cut"]["gradient_accumulation_steps"] for row in rows} == {1, 8}
+    assert {row["cut"]["gradient_accumulation_steps"] for row in rows} == ({4, 8} if "branching" in name else {1, 8})
     assert name == "muon" or all(row["errors"]["gradient"] is not None for row in rows)
 
 
@@ -260,3 +305,18 @@ def test_a_planted_fault_is_caught(found: dict[str, dict[str, Any]], name: str) 
 
 def test_the_list_of_faults_is_whole() -> None:
     assert set(FAULTS) == set(faults())
+
+
+def refuse_all(rank: Rank, configs: dict[str, Config], folder: Path) -> dict[str, str]:
+    told = {}
+    for name, config in configs.items():
+        with pytest.raises(RequestError) as raised:
+            verify_one(rank, config, folder / name[:9])
+        told[name] = str(raised.value)
+    return told
+
+
+def test_what_no_two_cuts_can_agree_on_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (told,) = on_ranks(1, refuse_all, written(REFUSED, tmp_path), tmp_path)
+    for name, line in told.items():
+        assert line.startswith(name)
