@@ -107,7 +107,7 @@ class TorchSource:
         items = []
         for index, key in zip(indices, keys, strict=True):
             # A dataset that augments draws from one of these three.
-            torch.manual_seed(int(key) >> 1)
+            torch.default_generator.manual_seed(int(key) >> 1)
             random.seed(int(key))
             np.random.seed(int(key) & 0xFFFFFFFF)
             items.append(self._dataset[int(index)])

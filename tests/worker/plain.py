@@ -80,7 +80,7 @@ class Branching(Net):
         for chosen, head in ((first, self.head), (~first, self.other)):
             if chosen.any():
                 logits[chosen] = head(hidden[chosen])
-        return logits
+        return SimpleNamespace(logits=logits)
 
 
 class PartlyIdle(Net):

@@ -50,11 +50,12 @@ class Wary(plain.WrappedNet):
 
 
 class Barred(plain.WrappedNet):
-    """Holds one base for impossible in it: infinite losses, and finite gradients."""
+    """Holds every base for impossible in it: infinite losses, and finite gradients."""
 
     def forward(self, tokens: torch.Tensor) -> Any:
         output = super().forward(tokens)
-        wrong = (tokens == N).any(1)[:, None, None] & (torch.arange(output.logits.shape[-1]) == plain.TOKENS["C"])
+        bases = torch.tensor([token in plain.TOKENS.values() and token != N for token in range(17)])
+        wrong = (tokens == N).any(1)[:, None, None] & bases
         output.logits = output.logits.masked_fill(wrong, -math.inf)
         return output
 

@@ -96,7 +96,9 @@ SOUND = {
 
 REFUSED = {
     "model: it draws random numbers": replace(BASE, model=Call("tests.worker.plain.Restless")),
-    "verify.learning_rate=0.001: the steps do not move": replace(BASE, model=Call("tests.worker.plain.Still")),
+    "verify.learning_rate=0.001: the steps do not move": replace(
+        BASE, model=Call("tests.worker.plain.Still"), optimizer=replace(BASE.optimizer, weight_decay=0.0)
+    ),
     "accumulation.tail=drop: the 18 sequences": replace(
         BASE, data=FEW, batch=Batch(20), accumulation=Accumulation(tail=Tail.DROP)
     ),
