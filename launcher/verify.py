@@ -24,7 +24,7 @@ class Bound:
 QUANTITIES = ("loss", "grad_norm", "gradient", "parameters", "update", "learning_rate")
 """Relative errors against the whole batch. ``loss``, ``grad_norm`` and ``learning_rate``: the largest over the steps.
 ``gradient``: the first moment of the optimizer after the first step, which is the gradient as it was accumulated,
-reduced and clipped; in bf16 and fp16 against one process that sums the gradients of the same micro-batches in fp32.
+reduced and clipped.
 ``parameters``: after the last step, |a - b| / |b|. ``update``: the same for what the steps changed, so that small steps
 hide nothing."""
 
@@ -45,13 +45,14 @@ def bounds(config: Config) -> dict[str, Bound]:
         }
     name = config.precision.dtype.value
     digits = {Dtype.BF16: "8 significant bits, 4e-3", Dtype.FP16: "11 significant bits, 5e-4"}[config.precision.dtype]
-    rounding = f"{name} has {digits}, in every weight and activation; held against fp32 from the same weights"
+    against = f"{name} has {digits}; held against the same micro-batches in {name}, summed in fp32"
+    rounding = f"{against}; later steps see weights that another last digit has rounded to the other side"
     return {
-        "loss": Bound(4e-3, rounding),
-        "grad_norm": Bound(3e-2, rounding),
-        "gradient": Bound(3e-3, f"against the same micro-batches in {name}, summed in fp32"),
-        "parameters": Bound(4e-3, rounding),
-        "update": Bound(2e-1, f"{rounding}; Adam-like optimizers enlarge it where a gradient is nearly 0"),
+        "loss": Bound(2e-4, rounding),
+        "grad_norm": Bound(2e-3, rounding),
+        "gradient": Bound(3e-3, f"{against}; tied weights sum the gradients of their places in {name}"),
+        "parameters": Bound(5e-4, rounding),
+        "update": Bound(2e-2, f"{rounding}; Adam-like optimizers enlarge it where a gradient is nearly 0"),
         "learning_rate": Bound(0.0, "a constant"),
     }
 
