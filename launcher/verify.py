@@ -142,9 +142,13 @@ def render(found: Mapping[str, Any]) -> None:
         console.width = 200
     title = (
         f"{found['steps']} steps at a learning rate of {found['learning_rate']:g}, {found['precision']}, "
-        f"{found['optimizer']}, ZeRO stage {found['zero_stage']}: relative errors against one process that sees the "
-        "whole batch" + (f" (in {found['whole_batch_passes']} passes)" if found["whole_batch_passes"] > 1 else "")
+        f"{found['optimizer']}, ZeRO stage {found['zero_stage']}: relative errors against one process that sees "
     )
+    if found["precision"] != Dtype.FP32.value:
+        title += f"the same micro-batches in {found['precision']} and sums them in fp32"
+    else:
+        passes = found["whole_batch_passes"]
+        title += "the whole batch" + (f" (in {passes} passes)" if passes > 1 else "")
     table = Table(
         "ranks",
         "micro-batch",

@@ -12,9 +12,7 @@ from launcher.parameters import Parameter, Sizes
 from launcher.schema import (
     Accumulation,
     Config,
-    Device,
     Dtype,
-    Offload,
     Optimizer,
     OptimizerType,
     Precision,
@@ -54,7 +52,6 @@ def once(config: Config) -> Config:
         (at(3, overlap_comm=True), 1000, 1000, 1000, 2000, 4 * BUCKET),
         (at(2, contiguous_gradients=False), 4000, 1000, 1000, 2000, 0),
         (at(3, contiguous_gradients=False), 1000, 1000, 1000, 2000, 0),
-        (at(2, Config(offload=Offload(Device.CPU))), 4000, 1000, 1000, 2000, 4 * BUCKET),
         (at(1, Config(optimizer=Optimizer(OptimizerType.SGD, momentum=0.0))), 4000, 1000, 4000, 0, 4 * BUCKET),
         (at(1, Config(optimizer=Optimizer(OptimizerType.LARS))), 4000, 1000, 4000, 1000, 4 * BUCKET),
     ],

@@ -37,7 +37,7 @@ MAX_ATTEMPTS = 32
 """Of an update in fp16, whose loss scale has to come down first."""
 
 DRAWS = 8
-"""Passes over one sequence, to see whether the model draws random numbers."""
+"""Passes over one micro-batch, to see whether the model draws random numbers."""
 
 SHORTEST = 8
 """Bases that are left of the shortest sequence."""
@@ -251,7 +251,7 @@ def _refuse_randomness(config: Config, cut: Cut, task: Task, source: Source) -> 
         found.add(f"{loss:.4g}")
     if len(found) > 1:
         raise RequestError(
-            f"model: it draws random numbers while it trains (losses of one sequence: {', '.join(sorted(found))}), "
+            f"model: it draws random numbers while it trains (losses of one micro-batch: {', '.join(sorted(found))}), "
             "so that no two cuts can give the same update; switch that off for mode=verify (dropout modules are off)"
         )
 
