@@ -16,8 +16,8 @@ def facts(config: Config, cut: Cut, sizes: Sizes | None) -> dict[str, Any]:
     ``alternative``: what the other setting of ``accumulation.sync`` would take, where there is a choice.
     """
     chosen = traffic.sync(config)
-    choices = [chosen] if config.zero.stage < 2 else [chosen, *(other for other in Sync if other is not chosen)]
-    taken = [_taken(config, cut, sizes, choice) for choice in choices]
+    others = [other for other in Sync if other is not chosen and not traffic.check(_with(config, other))]
+    taken = [_taken(config, cut, sizes, choice) for choice in (chosen, *others)]
     return {
         "num_parameters": sizes.total if sizes else None,
         **taken[0],
@@ -26,8 +26,12 @@ def facts(config: Config, cut: Cut, sizes: Sizes | None) -> dict[str, Any]:
     }
 
 
+def _with(config: Config, choice: Sync) -> Config:
+    return replace(config, accumulation=replace(config.accumulation, sync=choice))
+
+
 def _taken(config: Config, cut: Cut, sizes: Sizes | None, choice: Sync) -> dict[str, Any]:
-    config = replace(config, accumulation=replace(config.accumulation, sync=choice))
+    config = _with(config, choice)
     if sizes is None:
         return {"sync": choice.value, "memory": None, "traffic": None}
     step = traffic.per_step(config, sizes, cut.gradient_accumulation_steps)

@@ -23,17 +23,34 @@ def sync(config: Config) -> Sync:
     """
     if config.accumulation.sync is not None:
         return config.accumulation.sync
-    return Sync.ONCE_PER_WINDOW if config.zero.stage < 2 else Sync.EVERY_MICRO_BATCH
+    once = config.zero.stage < 2 or _sums_narrowly_in_host_memory(config)
+    return Sync.ONCE_PER_WINDOW if once else Sync.EVERY_MICRO_BATCH
 
 
 def check(config: Config) -> list[str]:
     """Fault lines of ``accumulation.sync``."""
-    if config.accumulation.sync is not Sync.EVERY_MICRO_BATCH or config.zero.stage >= 2:
+    if config.accumulation.sync is not Sync.EVERY_MICRO_BATCH:
+        return []
+    if _sums_narrowly_in_host_memory(config):
+        dtype = config.precision.dtype.value
+        return [
+            f"accumulation.sync=every_micro_batch: at zero.stage=2 with offload.optimizer=cpu DeepSpeed sums the "
+            f"micro-batches of a {dtype} run in {dtype}, whatever precision.grad_accum_dtype says; set it to null or "
+            "once_per_window, or zero=stage3"
+        ]
+    if config.zero.stage >= 2:
         return []
     return [
         f"accumulation.sync=every_micro_batch: at zero.stage={config.zero.stage} a rank keeps its gradients whole, and "
         "reducing them more often would gain nothing; set it to null or once_per_window, or zero=stage2"
     ]
+
+
+def _sums_narrowly_in_host_memory(config: Config) -> bool:
+    """Between the micro-batches stage 2 moves gradients to host memory, as numbers of the model's type."""
+    precision = config.precision
+    offloaded = config.zero.stage == 2 and config.offload.optimizer is not Device.NONE
+    return offloaded and precision.grad_accum_dtype is not precision.dtype
 
 
 @dataclass(frozen=True)
@@ -109,25 +126,44 @@ def _buckets(sizes: Iterable[int], bucket: int) -> int:
 
 
 def memory(config: Config, sizes: Sizes, ranks: int) -> dict[str, int | None]:
-    """Bytes a rank holds between the passes of a window, by kind, on the device or where it is offloaded to.
+    """The most bytes that a rank holds besides the passes themselves, by kind, on the device or where it is offloaded.
 
     What depends on the run itself, the activations, is None.
     """
     stage, precision, total = config.zero.stage, config.precision, sizes.total
     width, summed = BYTES[precision.dtype], BYTES[precision.grad_accum_dtype]
     part = -(-total // ranks) if stage > 0 else total
-    whole = stage < 2 or sync(config) is Sync.ONCE_PER_WINDOW
     # Without ZeRO the weights of fp32 are their own masters; with it DeepSpeed keeps the partition a second time.
     masters = 0 if stage == 0 and precision.dtype is Dtype.FP32 else 4 * part
-    offloaded = config.offload.optimizer is not Device.NONE
     return {
         "parameters": width * (part if stage == 3 else total),
         "master_weights": masters,
-        "gradients": summed * (total if whole else 0) + (summed * part if stage >= 2 or offloaded else 0),
+        "gradients": _gradients(config, total, part),
         "optimizer_states": 4 * part * _moments(config),
         "reduction_buckets": _buckets_held(config) * config.zero.reduce_bucket_size * (summed if stage < 3 else width),
+        "offload_buffers": width * _numbers_to_offload(config, sizes, part),
         "activations": None,
     }
+
+
+def _gradients(config: Config, total: int, part: int) -> int:
+    """Bytes of the rank's own, of its partition of everyone's, and of the copy that an offloaded optimizer reads."""
+    stage, precision = config.zero.stage, config.precision
+    width, summed = BYTES[precision.dtype], BYTES[precision.grad_accum_dtype]
+    offloaded = config.offload.optimizer is not Device.NONE
+    own = summed * total if sync(config) is Sync.ONCE_PER_WINDOW else 0
+    if stage == 3 or (stage == 2 and not offloaded):
+        shared = summed * part
+    else:  # with offloading stage 2 sums up in host memory, where it has to
+        shared = width * part if stage == 2 and not own else 0
+    return own + shared + (4 * part if offloaded else 0)
+
+
+def _numbers_to_offload(config: Config, sizes: Sizes, part: int) -> int:
+    """Stages 1 and 2 copy weights through a partition, and gradients through two buffers for the largest parameter."""
+    if config.offload.optimizer is Device.NONE or config.zero.stage == 3:
+        return 0
+    return part + 2 * max(parameter.numel for parameter in sizes.parameters)
 
 
 def _buckets_held(config: Config) -> int:

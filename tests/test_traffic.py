@@ -12,7 +12,9 @@ from launcher.parameters import Parameter, Sizes
 from launcher.schema import (
     Accumulation,
     Config,
+    Device,
     Dtype,
+    Offload,
     Optimizer,
     OptimizerType,
     Precision,
@@ -65,5 +67,35 @@ def test_what_a_rank_holds_by_kind(
         "gradients": gradients,
         "optimizer_states": states,
         "reduction_buckets": buckets,
+        "offload_buffers": 0,
         "activations": None,
     }
+
+
+def test_an_offloaded_optimizer_of_stage_2_sums_16_bit_gradients_once_a_window() -> None:
+    """In host memory DeepSpeed keeps the sum of the micro-batches in the type of the model."""
+    offloaded = replace(at(2, BF16), offload=Offload(Device.CPU))
+    assert traffic.sync(offloaded) is Sync.ONCE_PER_WINDOW
+    assert traffic.sync(replace(offloaded, zero=replace(offloaded.zero, stage=3))) is Sync.EVERY_MICRO_BATCH
+    (fault,) = traffic.check(replace(offloaded, accumulation=Accumulation(sync=Sync.EVERY_MICRO_BATCH)))
+    assert fault.startswith("accumulation.sync=every_micro_batch: at zero.stage=2 with offload.optimizer=cpu")
+    narrow = replace(offloaded, precision=Precision(dtype=Dtype.BF16, grad_accum_dtype=Dtype.BF16))
+    assert traffic.sync(narrow) is Sync.EVERY_MICRO_BATCH
+
+
+@pytest.mark.parametrize(
+    ("config", "gradients", "buffers"),
+    [
+        # The optimizer reads 1,000 bytes a rank. Stage 2 sums up 1,000 more in host memory, unless a rank keeps all.
+        (at(1), 5000, 1000 + 2 * 4000),
+        (at(2), 2000, 1000 + 2 * 4000),
+        (once(at(2)), 5000, 1000 + 2 * 4000),
+        (at(3), 2000, 0),
+        (once(at(3)), 6000, 0),
+        (at(2, BF16), 5000, 500 + 2 * 2000),
+        (at(3, BF16), 2000, 0),
+    ],
+)
+def test_what_an_offloaded_optimizer_adds(config: Config, gradients: int, buffers: int) -> None:
+    found = traffic.memory(replace(config, offload=Offload(Device.CPU)), SIZES, 4)
+    assert (found["gradients"], found["offload_buffers"]) == (gradients, buffers)

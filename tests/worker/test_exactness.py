@@ -74,6 +74,7 @@ CELLS = [
         for stage, accumulation, ranks, clipping in itertools.product(STAGES, ACCUMULATIONS, RANKS, (1.0, None))
     ),
     Cell(2, 2, 4, optimizer=Device.CPU),
+    *(Cell(2, stage, 4, dtype=Dtype.BF16, optimizer=Device.CPU) for stage in (1, 2, 3)),
     Cell(2, 3, 4, optimizer=Device.CPU, parameters=Device.CPU),
     Cell(2, 3, 4, optimizer=Device.NVME, parameters=Device.NVME),
     *(Cell(ranks, stage, 4, dtype=Dtype.BF16) for stage in STAGES for ranks in RANKS),
