@@ -29,6 +29,10 @@ LOST_A_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exit
 """What gloo and NCCL say on a rank whose peer is gone."""
 
 
+PARTED = "op.preamble.length <= op.nbytes"
+"""What gloo says where two ranks are at different collectives."""
+
+
 def run(
     config: Config,
     groups: Sequence[int],
@@ -172,6 +176,10 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
             assert rank.seen_dead is not None
             when = rank.seen_dead if -rank.code == signal.SIGABRT else rank.seen_alive
             found.append((False, when, rank, "failure", _end_of(rank.code, run_dir.log(rank.number))))
+    left = [rank for rank in ranks if rank.code == 0]
+    if left and all(lost_a_peer for lost_a_peer, *_ in found):
+        log = run_dir.log(left[0].number)
+        return RunError(f"rank {left[0].number} failed: it ended before the run did, with exit code 0 (log: {log})")
     *_, first, kind, reason = min(found, key=lambda entry: entry[:2])
     if kind == "request":
         return RequestError(*reason.splitlines())
@@ -191,6 +199,11 @@ def _end_of(code: int, log: Path) -> str:
         name = signal.Signals(-code).name
         # What C++ says before it aborts.
         said = next((line.partition("what():")[2].strip() for line in reversed(lines) if "what():" in line), "")
+        if PARTED in said:
+            said += (
+                ": ranks communicate different things, as those do whose micro-batches use different parameters; set "
+                "zero=stage1, or accumulation.sync=once_per_window"
+            )
         why = {"SIGKILL": "often a sign of too little memory", "SIGABRT": said}.get(name)
         return f"killed by {name}" + (f", {why}" if why else "")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

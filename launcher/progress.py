@@ -147,7 +147,7 @@ def describe(record: Record) -> str:
     """One optimizer step in a line's length."""
     parts = [
         f"loss {_number(record['loss'], '.4f')}",
-        f"{_number(record['bits_per_base'], '.4f')} bits/base",
+        *_bits(record["bits_per_base"]),
         f"lr {_number(record['lr'], '.2e')}",
         f"grad norm {_number(record['grad_norm'], '.3g')}",
         f"{_number(record['tokens_per_s'], ',.0f')} tokens/s",
@@ -156,16 +156,21 @@ def describe(record: Record) -> str:
 
 
 def describe_evaluation(record: Record) -> str:
-    return (
-        f"evaluation after step {record['step']}: loss {_number(record['eval_loss'], '.4f')}, "
-        f"{_number(record['eval_bits_per_base'], '.4f')} bits/base"
-    )
+    found = [f"loss {_number(record['eval_loss'], '.4f')}", *_bits(record["eval_bits_per_base"])]
+    return f"evaluation after step {record['step']}: {', '.join(found)}"
+
+
+def _bits(value: float | None) -> list[str]:
+    """Where the model does not predict bases there are none."""
+    return [] if value is None else [f"{value:.4f} bits/base"]
 
 
 def print_summary(run_dir: RunDir) -> None:
     """The figures that rank 0 left at the end of a run, and where everything lies."""
     summary: Mapping[str, Any] = run_dir.read_status().get("summary") or {}
     for name, value in summary.items():
+        if value is None:
+            continue
         say(f"{name:<28} {value:.4f}" if isinstance(value, float) else f"{name:<28} {value}")
     say(f"{'run directory':<28} {run_dir.path}")
 

@@ -1,5 +1,8 @@
 """The shipped configuration files: all of them compose, and the command line wins over every experiment."""
 
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,3 +176,26 @@ def test_every_file_says_what_it_is() -> None:
         if len(path.read_text().splitlines()) > 3 and not path.read_text().startswith("#")
     ]
     assert silent == []
+
+
+def documented() -> list[str]:
+    """The commands that the pages show, but those with what only a user has."""
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", root / "conf" / "config.yaml", *sorted((root / "docs").glob("*.md"))]
+    lines = [line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    shown = [line.partition("#")[0].split("   ")[0].strip() for line in lines if line.startswith("python -m launcher ")]
+    return [line for line in dict.fromkeys(shown) if not any(word in line for word in ("my_conf", "genomes/", "help"))]
+
+
+def test_the_pages_show_commands() -> None:
+    assert len(documented()) > 8
+
+
+@pytest.mark.parametrize("command", documented())
+def test_a_command_that_a_page_shows_can_be_run(command: str, tmp_path: Path) -> None:
+    words = [word for word in shlex.split(command) if not word.startswith("mode=")]
+    planned = [] if "--cfg" in words else ["mode=plan"]
+    done = subprocess.run(
+        [sys.executable, *words[1:], *planned], cwd=tmp_path, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

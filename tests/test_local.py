@@ -259,6 +259,31 @@ def test_a_rank_that_aborts_is_named_with_its_last_words_where_the_others_only_l
     assert str(raised.value) == f"rank 1 failed: {reason} (log: {run_dir.log(1)})"
 
 
+def test_ranks_that_communicate_different_things_are_told_what_helps(run_dir: RunDir, worker: Worker) -> None:
+    command = worker("""
+        print("terminate called\\n  what():  op.preamble.length <= op.nbytes. 636 vs 364\\n", flush=True)
+        os.abort()
+    """)
+    with pytest.raises(RunError, match=r"SIGABRT, op\..* 636 vs 364: ranks .* set zero=stage1, or accumulation\.sync="):
+        run(run_dir, 1, command)
+
+
+def test_a_rank_that_ends_before_the_run_does_is_named_and_not_those_that_lost_it(
+    run_dir: RunDir, worker: Worker
+) -> None:
+    command = worker("""
+        if rank == 1:
+            os._exit(0)
+        note("failure", "RuntimeError: [pair.cc:544] Connection reset by peer [127.0.0.1]")
+        sys.exit(1)
+    """)
+    with pytest.raises(RunError) as raised:
+        run(run_dir, 2, command)
+    assert str(raised.value) == (
+        f"rank 1 failed: it ended before the run did, with exit code 0 (log: {run_dir.log(1)})"
+    )
+
+
 def test_what_a_rank_says_when_it_is_ended_is_no_first_cause(run_dir: RunDir, worker: Worker) -> None:
     command = worker("""
         if rank == 0:
@@ -386,7 +411,7 @@ def test_steps_evaluations_and_activities_are_told_in_plain_lines(
         "starting",
         "reading the genome",
         "step 2/5  loss 0.5000  2.0000 bits/base  lr 1.00e-03  grad norm 0.5  12,346 tokens/s  ETA 0:00:30",
-        "step 4/5  loss -  - bits/base  lr 1.00e-03  grad norm -  - tokens/s  no update  ETA 0:00:10",
+        "step 4/5  loss -  lr 1.00e-03  grad norm -  - tokens/s  no update  ETA 0:00:10",
         "step 5/5  loss 0.2000  2.0000 bits/base  lr 1.00e-03  grad norm 0.5  12,346 tokens/s  ETA 0:00:00",
         "evaluation after step 5: loss 1.2500, 1.8000 bits/base",
     ]

@@ -117,6 +117,8 @@ def build(
         raise RequestError(f"model._target_={request.target}: it makes a {type(model).__name__}, not a torch.nn.Module")
     if partitioned:
         _keep_derived_buffers_exact(model)
+    else:
+        _check_forms(request, model)
     if hasattr(model, "_init_weights"):
         _initialise(model, model, "", seed, set())
     # After the draw, which is then the same for every choice, and before the model is partitioned or wrapped.
@@ -128,6 +130,19 @@ def build(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"model._target_={request.target}: it has no parameter to train")
     return model
+
+
+def _check_forms(request: Call, model: nn.Module) -> None:
+    """DeepSpeed sends parameters as rows of bytes, which torch cannot make of those without a dimension, nor of those
+    that do not lie in one piece; the latter are copied."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise RequestError(
+            f"model._target_={request.target}: DeepSpeed cannot take a parameter without a dimension "
+            f"({', '.join(scalars)}); give it the shape (1,)"
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def _undrawn(make: Callable[[], nn.Module]) -> nn.Module:

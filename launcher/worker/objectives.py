@@ -109,14 +109,28 @@ class Custom:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = batch["inputs"]
-        total, weight = self._loss(_logits(model(**inputs) if isinstance(inputs, dict) else model(inputs)), batch)
+        logits = _logits(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+        total, weight = self._loss(logits, batch)
         announced = self.weigh(batch).weight
         if not math.isclose(float(weight), announced, rel_tol=1e-6):
             raise RunError(
                 f"the loss weighs a micro-batch {float(weight)}, but {announced} was expected from its data: give the "
                 "loss a method weight(batch), since the step divides by the weight before the first backward pass"
             )
-        return total
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise RunError(f"the loss returned {shape} where the sum of a micro-batch belongs, a tensor of one number")
+        return total.reshape(()) if total.requires_grad or not torch.is_grad_enabled() else _attached(total, logits)
+
+
+def _attached(total: Tensor, logits: Any) -> Tensor:
+    """A loss that is the same whatever the weights are, as part of the model's graph: every pass has to go backward."""
+    if isinstance(logits, Tensor) and logits.requires_grad:
+        return total.reshape(()) + 0 * logits.sum()
+    raise RunError(
+        "the loss of a micro-batch depends on no parameter, so that its rank could not take part in the backward pass: "
+        "let the model use its parameters for every input, and add 0 * logits.sum() to a loss without a target"
+    )
 
 
 def _logits(output: Any) -> Tensor:

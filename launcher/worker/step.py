@@ -73,9 +73,9 @@ def _different_orders(names: list[str]) -> str:
     at = next(place for place, pair in enumerate(zip_longest(everyones[0], other)) if pair[0] != pair[1])
     here, there = (found[at] if at < len(found) else "none" for found in (everyones[0], other))
     return (
-        f"ranks use different parameters in one micro-batch (rank 0 {here}, rank {rank} {there}), which mixes up their "
-        "gradients where these are reduced after every micro-batch; set zero=stage1, or "
-        "accumulation.sync=once_per_window with zero=stage2"
+        f"ranks use different parameters, or use them in another order, in one micro-batch (rank 0 {here}, rank {rank} "
+        f"{there}), which mixes up their gradients where these are reduced after every micro-batch; set zero=stage1, "
+        "or accumulation.sync=once_per_window with zero=stage2"
     )
 
 

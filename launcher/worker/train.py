@@ -123,10 +123,10 @@ class Trainer:
         limit = self.config.train.max_consecutive_skips
         learned_nothing = self.num_updates == 0 and number + 1 == self.course.steps.num_steps
         if self.skips_in_a_row >= limit or learned_nothing:
-            reason = "loss or gradients are not finite" if outcome.weight.weight else "no base is a target"
+            reason = "loss or gradients are not finite" if outcome.weight.weight else "the global batch has no target"
+            whole_run = "none in the whole run" if learned_nothing else f"train.max_consecutive_skips={limit}"
             raise RunError(
-                f"step {number + 1}: no update could be applied, {reason} "
-                f"({self.skips_in_a_row} in a row; train.max_consecutive_skips={limit})"
+                f"step {number + 1}: no update could be applied, {reason} ({self.skips_in_a_row} in a row; {whole_run})"
             )
 
     def _agreed(self, noise: Estimate | None) -> Estimate | None:

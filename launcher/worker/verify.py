@@ -282,7 +282,7 @@ def _accumulate(model: nn.Module, task: Task, share: Share, number: int) -> floa
 
 def _without_target(number: int) -> str:
     return (
-        f"step {number + 1}: no base of its global batch is a target; set a larger batch.train_batch_size, or a "
+        f"step {number + 1}: its global batch has no target; set a larger batch.train_batch_size, or, for a genome, a "
         "smaller data.max_n_fraction"
     )
 

@@ -463,3 +463,25 @@ def test_what_makes_no_module_is_refused() -> None:
 )
 def test_a_module_without_parameters_to_train_is_refused(target: str, arguments: dict[str, Any]) -> None:
     assert refusal(target, **arguments) == [f"model._target_={target}: it has no parameter to train"]
+
+
+class Odd(nn.Module):
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        if scalar:
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_parameter_without_a_dimension_is_refused_by_name() -> None:
+    assert refusal("tests.worker.test_models.Odd", scalar=True) == [
+        "model._target_=tests.worker.test_models.Odd: DeepSpeed cannot take a parameter without a dimension (scale); "
+        "give it the shape (1,)"
+    ]
+
+
+def test_a_parameter_that_does_not_lie_in_one_piece_is_copied() -> None:
+    model = models.build(Call("tests.worker.test_models.Odd"), 0, {"zero_optimization": {"stage": 0}})
+    (turned,) = model.parameters()
+    assert turned.is_contiguous()
+    assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]

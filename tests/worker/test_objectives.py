@@ -208,13 +208,21 @@ class Weighted:
 
 
 class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs * 2.0
+        return inputs * self.factor
 
 
 class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.0))
+
     def forward(self, *, left: torch.Tensor, right: torch.Tensor) -> Any:
-        return SimpleNamespace(logits=left - right)
+        return SimpleNamespace(logits=self.factor * (left - right))
 
 
 def test_labels_in_whole_numbers_weigh_as_many_as_are_not_ignored() -> None:
@@ -267,3 +275,35 @@ def test_a_loss_that_weighs_otherwise_than_announced_ends_the_run(wrong: float) 
     objective = Custom(lambda logits, batch: (logits.sum(), torch.tensor(wrong)))
     with pytest.raises(RunError, match=r"^the loss weighs a micro-batch .*, but 3\.0 was expected from its data: give"):
         objective.loss(Doubled(), {"inputs": torch.zeros(3)})
+
+
+def test_a_constant_loss_takes_part_in_the_backward_pass_and_adds_no_gradient() -> None:
+    """As one returns it where a micro-batch has no target."""
+    model = Doubled()
+    loss = Custom(lambda logits, batch: (torch.tensor(0.0), 3)).loss(model, {"inputs": torch.ones(3)})
+    loss.backward()
+    assert loss.item() == 0
+    assert model.factor.grad is not None
+    assert model.factor.grad.item() == 0
+
+
+def test_a_loss_in_a_row_of_one_is_that_one() -> None:
+    loss = Custom(lambda logits, batch: (logits.sum().reshape(1), 3)).loss(Doubled(), {"inputs": torch.ones(3)})
+    assert (loss.shape, loss.item()) == (torch.Size([]), 6.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"), [(torch.zeros(3, requires_grad=True), r"\[3\]"), (0.0, "float")], ids=["many", "none"]
+)
+def test_a_loss_that_is_no_number_ends_the_run(returned: Any, told: str) -> None:
+    objective = Custom(lambda logits, batch: (returned, 3))
+    with pytest.raises(RunError, match=rf"^the loss returned {told} where the sum of a micro-batch belongs"):
+        objective.loss(Doubled(), {"inputs": torch.ones(3)})
+
+
+def test_a_micro_batch_that_uses_no_parameter_ends_the_run_unless_it_is_only_evaluated() -> None:
+    objective, batch = Custom(lambda logits, batch: (logits.sum(), 3)), {"inputs": torch.ones(3)}
+    with pytest.raises(RunError, match=r"^the loss of a micro-batch depends on no parameter"):
+        objective.loss(nn.Identity(), batch)
+    with torch.no_grad():
+        assert objective.loss(nn.Identity(), batch).item() == 3.0

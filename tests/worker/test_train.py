@@ -191,7 +191,7 @@ def test_a_run_without_one_update_has_failed(trained: Trained) -> None:
     """Skipped steps are none of its two; its data end it."""
     assert {line["tokens"] for line in trained.lines("no target")} == {0}
     assert trained.results["no target"]["error"] == (
-        "step 5: no update could be applied, no base is a target (5 in a row; train.max_consecutive_skips=10)"
+        "step 5: no update could be applied, the global batch has no target (5 in a row; none in the whole run)"
     )
 
 
