@@ -102,7 +102,7 @@ REFUSED = {
     "accumulation.tail=drop: the 18 sequences": replace(
         BASE, data=FEW, batch=Batch(20), accumulation=Accumulation(tail=Tail.DROP)
     ),
-    "step 1: no base of its global batch is a target": replace(BASE, data=UNKNOWN),
+    "step 1: its global batch has no target": replace(BASE, data=UNKNOWN),
 }
 """What nothing can be told about, by how it is said."""
 
