@@ -169,9 +169,7 @@ def print_summary(run_dir: RunDir) -> None:
     """The figures that rank 0 left at the end of a run, and where everything lies."""
     summary: Mapping[str, Any] = run_dir.read_status().get("summary") or {}
     for name, value in summary.items():
-        if value is None:
-            continue
-        say(f"{name:<28} {value:.4f}" if isinstance(value, float) else f"{name:<28} {value}")
+        say(f"{name:<28} {_number(value, '.4f' if isinstance(value, float) else '')}")
     say(f"{'run directory':<28} {run_dir.path}")
 
 

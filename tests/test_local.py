@@ -39,6 +39,13 @@ def status(**values):
 def wait_for(name):
     while not (run_dir / name).exists():
         time.sleep(0.01)
+
+def wait_until_gone(name):
+    wait_for(name)
+    stat = Path("/proc") / (run_dir / name).read_text() / "stat"
+    while stat.exists() and ") Z " not in stat.read_text():
+        pass
+
 put(f"pid_{rank}", str(os.getpid()))
 """
 """What every worker can do."""
@@ -212,10 +219,7 @@ def test_a_rank_that_was_killed_is_named_and_not_those_that_lost_it(run_dir: Run
         if rank == 1:
             wait_for("pid_0")
             os.kill(os.getpid(), signal.SIGKILL)
-        wait_for("pid_1")
-        stat = Path("/proc") / (run_dir / "pid_1").read_text() / "stat"
-        while stat.exists() and ") Z " not in stat.read_text():
-            pass
+        wait_until_gone("pid_1")
         note("failure", "RuntimeError: connection closed by peer")
         sys.exit(1)
     """)
@@ -274,6 +278,7 @@ def test_a_rank_that_ends_before_the_run_does_is_named_and_not_those_that_lost_i
     command = worker("""
         if rank == 1:
             os._exit(0)
+        wait_until_gone("pid_1")
         note("failure", "RuntimeError: [pair.cc:544] Connection reset by peer [127.0.0.1]")
         sys.exit(1)
     """)

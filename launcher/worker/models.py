@@ -112,7 +112,7 @@ def build(
     context = deepspeed.zero.Init(config_dict_or_path=dict(deepspeed_values)) if partitioned else nullcontext()
     torch.manual_seed(seed)
     with context, _reported("model", request):
-        model = make()
+        model = _partitioned(make, request) if partitioned else make()
     if not isinstance(model, nn.Module):
         raise RequestError(f"model._target_={request.target}: it makes a {type(model).__name__}, not a torch.nn.Module")
     if partitioned:
@@ -130,6 +130,19 @@ def build(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"model._target_={request.target}: it has no parameter to train")
     return model
+
+
+def _partitioned(make: Callable[[], nn.Module], request: Call) -> nn.Module:
+    """Here parameters are sent while they are made, before ``_check_forms`` could see them."""
+    try:
+        return make()
+    except RuntimeError as error:
+        if "as Byte" not in str(error):
+            raise
+        raise RequestError(
+            f"model._target_={request.target}: DeepSpeed cannot take a parameter without a dimension, nor at stage 3 "
+            "one that does not lie in one piece; give it the shape (1,), or make it contiguous"
+        ) from error
 
 
 def _check_forms(request: Call, model: nn.Module) -> None:

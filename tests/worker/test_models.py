@@ -485,3 +485,30 @@ def test_a_parameter_that_does_not_lie_in_one_piece_is_copied() -> None:
     (turned,) = model.parameters()
     assert turned.is_contiguous()
     assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+class OddAndDrawn(Odd):
+    """So that it is partitioned while it is built."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+
+def refused_at_stage_3(rank: Rank) -> list[str]:
+    values = deepspeed_json.build(Config(zero=Zero(stage=3)), Cut(1, 1, 1, 1)).values
+    return [
+        refusal_of("tests.worker.test_models.OddAndDrawn", values, scalar=True),
+        refusal_of("tests.worker.test_models.OddAndDrawn", values),
+    ]
+
+
+def refusal_of(target: str, values: Mapping[str, Any], **arguments: Any) -> str:
+    with pytest.raises(RequestError) as raised:
+        models.build(Call(target, arguments), 0, values)
+    return str(raised.value)
+
+
+@pytest.mark.ranks
+def test_such_parameters_are_refused_where_the_model_is_partitioned_as_it_is_built() -> None:
+    for told in on_ranks(1, refused_at_stage_3)[0]:
+        assert told.startswith("model._target_=tests.worker.test_models.OddAndDrawn: DeepSpeed cannot take a parameter")
