@@ -1,0 +1,156 @@
+"""The checkpoints of a run on disk: which of them are whole, which one training goes on from, which may go.
+
+A checkpoint is a folder ``step_00000010`` with
+
+    checkpoint.json              this page: the step, the state of the run, every file's size and checksum, and where
+                                 each parameter lies in which file
+    config.yaml                  the configuration that it was made with
+    rank_00000.safetensors ...   by each rank the slices that it owned, in fp32, named "KIND:PARAMETER"
+    rest.safetensors             frozen parameters and buffers, whole
+
+It is written beside its place and renamed when all of it is on disk. What is called ``step_00000010`` is complete.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import rundir
+from launcher.errors import RequestError
+
+MANIFEST = "checkpoint.json"
+LATEST = "latest"
+PARTIAL = ".partial"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done."""
+        return int(self.manifest["step"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the run, as ``launcher.worker.train`` wrote it."""
+        state: dict[str, Any] = self.manifest["state"]
+        return state
+
+    def damage(self, file: str) -> str | None:
+        """What is wrong with the contents of a file, or None."""
+        path, recorded = self.path / file, self.manifest["files"][file]
+        return None if checksum(path) == recorded["sha256"] else f"{file} has changed since it was written"
+
+
+def read(path: Path) -> Checkpoint | str:
+    """The checkpoint in a folder if all its files are there in their sizes, or what is wrong with it."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = {file: int(recorded["bytes"]) for file, recorded in manifest["files"].items()}
+        known = manifest["format"]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    if known != FORMAT:
+        return f"it has format {known}, and this version reads {FORMAT}"
+    for file, size in files.items():
+        try:
+            found = (path / file).stat().st_size
+        except FileNotFoundError:
+            return f"{file} is missing"
+        if found != size:
+            return f"{file} has {found} bytes instead of {size}"
+    return Checkpoint(path, manifest)
+
+
+def found(folder: Path) -> list[Path]:
+    """The folders with names of complete checkpoints, the newest first."""
+    if not folder.is_dir():
+        return []
+    steps = {path: int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
+def candidates(folder: Path, notes: list[str]) -> Iterator[Checkpoint]:
+    """The checkpoints that training can go on from, the newest first; ``notes`` tells why others cannot be taken."""
+    for path in found(folder):
+        checkpoint = read(path)
+        if isinstance(checkpoint, Checkpoint):
+            yield checkpoint
+        else:
+            notes.append(f"{path.name} cannot be used: {checkpoint}")
+
+
+def note_on_latest(folder: Path, chosen: Path) -> str | None:
+    """What is to be said where ``latest`` does not name the checkpoint that was chosen."""
+    try:
+        named = (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return f"{LATEST} is missing"
+    if not named:
+        return f"{LATEST} is empty"
+    if named == chosen.name:
+        return None
+    return f"{LATEST} names {named}" + ("" if (folder / named).exists() else ", which is not there")
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def complete(aside: Path, manifest: dict[str, Any]) -> Path:
+    """Make a checkpoint of what lies in ``aside``, now that all of it is on disk; returns its final place.
+
+    One of the same step that was there before gives way.
+    """
+    rundir.write_text(aside / MANIFEST, json.dumps(manifest) + "\n")
+    final = aside.with_name(aside.name.removesuffix(PARTIAL))
+    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        aside.rename(final)
+        shutil.rmtree(old)
+    else:
+        aside.rename(final)
+    _sync(final.parent)
+    rundir.write_text(final.parent / LATEST, final.name + "\n")
+    return final
+
+
+def prune(folder: Path, keep: int | None, keep_every: int | None) -> None:
+    """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every``-th step, and debris."""
+    paths = found(folder)
+    for path in paths[keep:] if keep is not None else []:
+        step = int(path.name.removeprefix("step_"))
+        if keep_every is None or step % keep_every:
+            # Under another name first: what is half removed must not look like a checkpoint.
+            gone = path.with_name(f".{path.name}.old")
+            path.rename(gone)
+            shutil.rmtree(gone)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
