@@ -4,7 +4,7 @@ A checkpoint is a folder ``step_00000010`` with
 
     checkpoint.json              this page: the step, the state of the run, every file's size and checksum, and where
                                  each parameter lies in which file
-    config.yaml                  the configuration that it was made with
+    config.yaml, plan.json       what it was made with
     rank_00000.safetensors ...   by each rank the slices that it owned, in fp32, named "KIND:PARAMETER"
     rest.safetensors             frozen parameters and buffers, whole
 

@@ -1,6 +1,8 @@
 """How a run goes on from where it stands: its steps and learning rates, after skipped steps and grown batches."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from launcher import noise_scale, plan
 from launcher.batch import Cut
@@ -25,6 +27,29 @@ class Course:
         self._noise = noise_scale.Average(config.train.noise_scale_decay)
         self.skipped_steps = self._skipped_sequences = 0
         self._steps_above = 0
+
+    def state(self) -> dict[str, Any]:
+        """Plain values from which ``restore`` makes the same course in a new process."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "skipped_sequences": self._skipped_sequences,
+            "noise": {"signal": self._noise.signal, "noise": self._noise.noise, "steps_above": self._steps_above},
+            "grown": [[segment.first_step, segment.batch_size] for segment in self.steps.later] if self.grows else [],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where another course of the same run was; its limits may be others by now."""
+        self.skipped_steps, self._skipped_sequences = state["skipped_steps"], state["skipped_sequences"]
+        noise = state["noise"]
+        self._noise.signal, self._noise.noise = noise["signal"], noise["noise"]
+        self._steps_above = noise["steps_above"]
+        steps, limits = self.steps, self.steps.limits
+        assert limits is not None, "plan.steps_of sets them"
+        if limits.max_steps is not None:
+            steps = steps.limited(replace(limits, max_steps=limits.max_steps + self.skipped_steps))
+        for first_step, batch_size in state["grown"]:
+            steps = steps.grown(first_step, batch_size)
+        self._go_on_with(steps)
 
     @property
     def noise_scale(self) -> float | None:

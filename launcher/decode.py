@@ -88,6 +88,9 @@ def with_absolute_paths(config: Config, folder: Path) -> Config:
     def absolute(path: str) -> str:
         return path if path.startswith("$") else str(folder / Path(path).expanduser())
 
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "required", "never"):
+        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=absolute(resume)))
     data = config.data
     if not isinstance(data, Data):
         return config

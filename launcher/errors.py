@@ -6,6 +6,7 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
 
@@ -28,8 +29,14 @@ class RunError(Exception):
     exit_code = EXIT_FAILED
 
 
+class RunPreemptedError(RunError):
+    """A run that was stopped by a signal, is saved and can be continued (exit code 75)."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 class RunInterruptedError(RunError):
-    """A run that was stopped by a signal: exit code 130 for an interrupt, 1 for any other."""
+    """A run that was stopped at once, with nothing saved: exit code 130 for an interrupt, 1 for any other signal."""
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(f"stopped by {signal_name}")

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import decode, nodes, plan, rundir, salvage
+from launcher import decode, nodes, plan, resume, rundir, salvage
 from launcher.compose import Composed
 from launcher.errors import RequestError, RunError
 from launcher.output import say
 from launcher.plan import Plan
+from launcher.resume import Origin
 from launcher.rundir import RunDir
 from launcher.schema import Config, Mode
 
@@ -20,21 +21,36 @@ class Job:
     config: Config
     plan: Plan
     run_dir: Path
+    origin: Origin | None = None
+    """What it goes on from."""
 
 
 def prepare(composed: Composed) -> Job:
     """Decode, check and plan one run. Raises RequestError with every fault; nothing has been started then."""
     config, faults = salvage.salvage(composed.node)
     config = decode.with_absolute_paths(config, Path.cwd())
-    faults += nodes.secrets(decode.encode(config), os.environ) + rundir.check(composed.run_dir)
+    faults += nodes.secrets(decode.encode(config), os.environ)
+    faults += rundir.check(composed.run_dir, _may_continue(config))
+    origin = None
+    try:
+        if not faults and _may_continue(config):
+            origin = resume.origin(config, composed.run_dir)
+    except RequestError as error:
+        faults += error.faults
     try:
         # Planning alone keeps nothing, not even the cache of a genome.
         made = plan.make(dataclasses.replace(config, mode=Mode.PLAN) if faults else config)
     except RequestError as error:
         raise RequestError(*faults, *salvage.unrelated(error.faults, faults)) from None
+    if not faults and origin is not None:
+        faults += resume.check(made, origin)
     if faults:
         raise RequestError(*faults)
-    return Job(config, made, composed.run_dir)
+    return Job(config, made, composed.run_dir, origin)
+
+
+def _may_continue(config: Config) -> bool:
+    return config.mode is not Mode.VERIFY and config.checkpoint.resume != resume.NEVER
 
 
 def show(job: Job) -> None:
@@ -50,9 +66,15 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     """
     from launcher import local, progress  # not needed to plan, which has to be quick
 
-    run_dir = RunDir.create(job.run_dir)
+    if job.origin is not None and resume.is_done(job.config, job.origin):
+        run_dir = RunDir(job.run_dir)
+        say(f"this run is done: {job.origin.folder} is its last step")
+        progress.print_summary(run_dir)
+        return run_dir
+    run_dir = RunDir.create(job.run_dir, _may_continue(job.config))
     try:
         say(f"run directory {run_dir.path}")
+        run_dir.write_status(attempt=run_dir.begin_attempt())
         run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan)})
         if job.config.mode is Mode.VERIFY:
             # One rank first: it computes the whole batch, which the others are held against.

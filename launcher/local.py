@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FrameType
 
 from launcher import devices, guard
-from launcher.errors import RequestError, RunError, RunInterruptedError
+from launcher.errors import RequestError, RunError, RunInterruptedError, RunPreemptedError
 from launcher.progress import Progress
 from launcher.ranks import STORE_FD
-from launcher.rundir import RunDir
-from launcher.schema import Config
+from launcher.rundir import PREEMPTED, RunDir
+from launcher.schema import Config, Mode
 
 WORKER = (sys.executable, "-m", "launcher.worker")
 
@@ -43,15 +43,20 @@ def run(
     """Do what is frozen in ``run_dir``: start groups of so many ranks, one group after another, show how they get on,
     and return when all are done.
 
-    Raises RunError naming the first rank that failed, RequestError where that rank found the request wrong, and
-    RunInterruptedError on SIGINT, SIGTERM or SIGHUP. No process of the run is left then.
+    Raises RunError naming the first rank that failed, RequestError where that rank found the request wrong,
+    RunPreemptedError where a signal stopped the run after it was saved, and RunInterruptedError where it could not be.
+    No process of the run is left then.
     """
-    run_dir.write_status(state="running", step=0, num_steps=num_steps, activity="starting", reason=None)
-    run_dir.write_status(attempt=1, pid=os.getpid(), host=socket.gethostname())
+    run_dir.write_status(state="running", step=run_dir.last_step(), num_steps=num_steps, reason=None)
+    run_dir.write_status(activity="starting", pid=os.getpid(), host=socket.gethostname())
     try:
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
             for num_ranks in groups:
-                _supervise(num_ranks, run_dir, worker or WORKER, progress, caught)
+                _supervise(
+                    num_ranks, run_dir, worker or WORKER, progress, caught, may_stop=config.mode is Mode.TRAIN
+                )
+    except RunPreemptedError:
+        raise
     except BaseException as error:
         reason = str(error) or type(error).__name__
         run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
@@ -70,7 +75,12 @@ class Rank:
 
 
 def _supervise(
-    num_ranks: int, run_dir: RunDir, worker: Sequence[str], progress: Progress, caught: list[signal.Signals]
+    num_ranks: int,
+    run_dir: RunDir,
+    worker: Sequence[str],
+    progress: Progress,
+    caught: list[signal.Signals],
+    may_stop: bool,
 ) -> None:
     ranks: list[Rank] = []
     with _Guard() as watch:
@@ -78,15 +88,22 @@ def _supervise(
             for rank in _start(num_ranks, run_dir, worker):
                 ranks.append(rank)
                 watch.began(rank.process.pid)
-            failed = _wait(ranks, progress, caught)
+            failed = _wait(ranks, progress, caught, may_stop)
         finally:
             guard.end({rank.process.pid for rank in ranks}, hurry=lambda: len(caught) > 1)
             for rank in ranks:
                 rank.process.wait()
                 watch.ended(rank.process.pid)
     progress.update()
-    if caught:
-        raise RunInterruptedError(caught[0].name)
+    status = run_dir.read_status()
+    if not failed and status["state"] == PREEMPTED:
+        raise RunPreemptedError(f"stopped by {status['reason']}, saved at step {status['checkpoint']}")
+    if failed and len(caught) == 1 and all(rank.code == -signal.SIGTERM for rank in failed):
+        # They were asked before they could listen.
+        run_dir.write_status(state=PREEMPTED, reason=caught[0].name, activity=None)
+        raise RunPreemptedError(f"stopped by {caught[0].name} before training had begun")
+    if len(caught) > 1 or (caught and not may_stop):
+        raise RunInterruptedError(caught[-1].name)
     if failed:
         raise _first_failure(ranks, failed, run_dir)
 
@@ -138,9 +155,17 @@ def _environment(number: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals]) -> list[Rank]:
-    """Wait until every rank is done, or one has failed, or a signal came; returns the ranks that failed."""
-    while not caught:
+def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals], may_stop: bool) -> list[Rank]:
+    """Wait until every rank is done, or one has failed, or a signal came; returns the ranks that failed.
+
+    Ranks that ``may_stop`` are asked to by a first signal, and waited for until a second one comes.
+    """
+    asked = False
+    while not caught or (may_stop and len(caught) == 1):
+        if caught and not asked:
+            asked = True
+            for rank in ranks:
+                rank.process.terminate()
         for rank in ranks:
             if rank.code is None:
                 now = time.time()
@@ -264,7 +289,7 @@ def _signals() -> Iterator[list[signal.Signals]]:
 @contextmanager
 def _handled_by(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """``note`` is called on the signals to stop while inside; one that was ignored before stays ignored."""
-    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2]
     before = {number: signal.getsignal(number) for number in stops if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, note)

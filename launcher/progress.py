@@ -27,7 +27,8 @@ class Progress:
         self._num_steps = num_steps
         with_bar = config.logging.progress_bar and sys.stdout.isatty()
         self._display: Bar | Lines = Bar(num_steps) if with_bar else Lines(config.train.log_every)
-        self._offset = 0
+        # What earlier attempts have left is known already.
+        self._offset = run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0
         self._activity: str | None = None
         self._next = 0.0
         self._pace = Pace()
@@ -55,7 +56,7 @@ class Progress:
         for record in self._new_records():
             if record["kind"] == "eval":
                 self._display.evaluation(record)
-            else:
+            elif record["kind"] == "train":
                 self._display.step(record, self._num_steps, self._pace.left(record, self._num_steps))
 
     def _new_records(self) -> Iterator[Record]:

@@ -12,6 +12,9 @@ from typing import Any
 from launcher.errors import RequestError
 
 KEY = "hydra.run.dir"
+PREEMPTED = "preempted"
+ATTEMPT_FILES = ("config.yaml", "plan.json", "deepspeed.json", "submit.sbatch")
+"""What describes an attempt, and is put aside when the next one begins."""
 
 
 class RunDir:
@@ -21,7 +24,8 @@ class RunDir:
         plan.json         batch cut, optimizer steps, memory
         deepspeed.json    what is given to deepspeed.initialize
         metrics.jsonl     one line an optimizer step, one an evaluation
-        status.json       running, completed or failed; the step reached; the reason
+        status.json       running, preempted, completed or failed; the step reached; the reason
+        attempts/N/       what described earlier attempts
         checkpoints/
         logs/             one file a rank; what a failing rank left
         tracker/          Weights & Biases, TensorBoard
@@ -53,10 +57,11 @@ class RunDir:
         return self.logs / f"rank_{rank:05d}.failure.json"
 
     @classmethod
-    def create(cls, path: Path) -> "RunDir":
-        """Make the directory of a new run and hold its lock until ``release`` or the end of this process.
+    def create(cls, path: Path, may_continue: bool = False) -> "RunDir":
+        """Make the directory of a run and hold its lock until ``release`` or the end of this process.
 
-        Raises RequestError if it cannot be made, holds a run already, or belongs to a launcher that lives.
+        Raises RequestError if it cannot be made or belongs to a launcher that lives, and if it holds a run already
+        unless that ``may_continue``.
         """
         directory = cls(path)
         made = _make(path)
@@ -71,7 +76,7 @@ class RunDir:
             holder = os.read(directory._lock_fd, 1000).decode(errors="replace").strip()
             directory.release()
             raise RequestError(f"{KEY}={path}: a live launcher holds it ({holder}); give another directory") from None
-        if directory.holds_a_run():
+        if directory.holds_a_run() and not may_continue:
             directory.release()
             raise RequestError(_holds_a_run(path))
         os.ftruncate(directory._lock_fd, 0)
@@ -87,6 +92,19 @@ class RunDir:
 
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics.exists()
+
+    def begin_attempt(self) -> int:
+        """Put aside what describes the attempt before, if there was one; returns the number of the new one."""
+        before = self.read_status().get("attempt", 0)
+        if self.config.exists():
+            folder = self.path / "attempts" / str(before)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in ATTEMPT_FILES:
+                if (self.path / name).exists():
+                    (self.path / name).replace(folder / name)
+        for failure in self.logs.glob("*.failure.json"):
+            failure.unlink()
+        return int(before) + 1
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Write whole files by name, each atomically and to disk."""
@@ -128,9 +146,9 @@ class RunDir:
         return [line for line in lines if line["kind"] == kind]
 
 
-def check(path: Path) -> list[str]:
-    """Fault lines for a directory in which no new run can be made; looks only, writes nothing."""
-    if RunDir(path).holds_a_run():
+def check(path: Path, may_continue: bool = False) -> list[str]:
+    """Fault lines for a directory in which no run can be made; looks only, writes nothing."""
+    if RunDir(path).holds_a_run() and not may_continue:
         return [_holds_a_run(path)]
     existing = path
     while not os.path.lexists(existing):
@@ -181,4 +199,4 @@ def _cannot_write(path: Path, error: OSError) -> RequestError:
 
 
 def _holds_a_run(path: Path) -> str:
-    return f"{KEY}={path}: it holds a run already, and continuing one is not there yet; give another {KEY}"
+    return f"{KEY}={path}: it holds a run already, which is not to be continued here; give another {KEY}"

@@ -343,7 +343,16 @@ class Train:
 @dataclass(frozen=True)
 class Checkpoint:
     every: int | None = None
-    """Optimizer steps; null: at the end only."""
+    """Optimizer steps; null: at the end only, and where a signal stops the run."""
+    keep: int | None = 3
+    """The newest so many are kept; null: all."""
+    keep_every: int | None = None
+    """Those of every so many optimizer steps are kept too."""
+    asynchronous: bool = True
+    """Training goes on while a copy of the states in host memory is written."""
+    resume: str = "auto"
+    """auto: go on from the newest whole checkpoint of the run directory, if there is one; required: or do not start;
+    never: refuse a directory that holds a run; or the path of a checkpoint, of any run, to go on from."""
 
 
 @dataclass(frozen=True)

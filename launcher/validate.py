@@ -87,6 +87,8 @@ def _check_train(config: Config) -> list[str]:
         "train.log_every": train.log_every,
         "train.max_consecutive_skips": train.max_consecutive_skips,
         "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "cluster.nodes": config.cluster.nodes,
         "cluster.ranks_per_node": config.cluster.ranks_per_node,
     }

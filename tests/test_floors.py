@@ -25,6 +25,7 @@ FLOORS = [
         "traffic",
         "noise_scale",
         "rundir",
+        "checkpoints",
         "targets",
         "genome",
         "validate",
@@ -40,7 +41,7 @@ FLOORS = [
         "course",
         "costs",
     },
-    {"local"},
+    {"local", "resume"},
     {"compose", "job", "sweep", "__main__"},
 ]
 """From the ground up. A module imports from floors below its own, and from its own only where no circle arises."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from launcher import decode, ranks, rundir
 from launcher.batch import Cut
 from launcher.errors import EXIT_FAILED, EXIT_REFUSED, RequestError
-from launcher.rundir import RunDir
+from launcher.rundir import PREEMPTED, RunDir
 from launcher.schema import Mode
+from launcher.worker import stop
 
 LONGEST = 500
 """Characters of a reason; the log has all of it."""
@@ -47,6 +48,9 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
             f"the run was planned for {cut.data_parallel_size} ranks, but {rank.world_size} were started"
         )
 
+    if config.mode is Mode.TRAIN:
+        stop.listen()
+
     def tell(activity: str | None) -> None:
         if rank.is_first:
             run_dir.write_status(activity=activity)
@@ -65,8 +69,11 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
         verify.run(config, planned["verify"], rank, run_dir, task, tell)
     else:
         tell("building the model")
-        summary = Trainer(config, cut, values, rank, run_dir, task).train()
-        if rank.is_first:
+        trainer = Trainer(config, cut, values, rank, run_dir, task)
+        summary = trainer.train()
+        if rank.is_first and summary is None:
+            run_dir.write_status(state=PREEMPTED, reason=trainer.stopped_by, activity=None)
+        elif rank.is_first:
             run_dir.write_status(summary=summary)
     dist.barrier()
     dist.destroy_process_group()

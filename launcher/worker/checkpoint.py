@@ -29,8 +29,6 @@ from launcher.worker.slices import Record, Slice
 REST = "rest.safetensors"
 """Frozen parameters and buffers, written by rank 0."""
 
-CONFIG = "config.yaml"
-
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What DeepSpeed's dynamic loss scaler goes by."""
 
@@ -54,8 +52,11 @@ class Saver:
     ranks have to agree on when to call it, best when ``busy`` is false on all of them.
     """
 
-    def __init__(self, engine: Engine, folder: Path, config: str, keep: int | None, keep_every: int | None) -> None:
-        self._engine, self._folder, self._config = engine.deepspeed, folder, config
+    def __init__(
+        self, engine: Engine, folder: Path, texts: Mapping[str, str], keep: int | None, keep_every: int | None
+    ) -> None:
+        """``texts`` are files that belong to a checkpoint, by name."""
+        self._engine, self._folder, self._texts = engine.deepspeed, folder, texts
         self._keep, self._keep_every = keep, keep_every
         self._pending: _Pending | None = None
 
@@ -80,7 +81,7 @@ class Saver:
         rest = slices.rest(self._engine.module)
         files: dict[str, dict[str, torch.Tensor] | str] = {file_of(dist.get_rank()): tensors}
         if dist.get_rank() == 0:
-            files |= {REST: rest, CONFIG: self._config}
+            files |= {REST: rest, **self._texts}
         manifest = {
             "format": checkpoints.FORMAT,
             "step": step,
@@ -214,6 +215,18 @@ def _index(everyones: list[dict[str, Any]]) -> dict[str, Any]:
     return index
 
 
+def read(path: Path) -> Checkpoint:
+    """One that was asked for by its path; collective. Raises RunError where it is damaged."""
+    offer: list[Any] = [checkpoints.read(path) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(offer)
+    if isinstance(offer[0], str):
+        raise RunError(f"{path} cannot be used: {offer[0]}")
+    damages = _damages(offer[0])
+    if damages:
+        raise RunError(f"{path} cannot be used: {damages[0]}")
+    return offer[0]
+
+
 def find(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and what is to be said about others; collective.
 
@@ -227,14 +240,18 @@ def find(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         checkpoint: Checkpoint | None = offer[0]
         if checkpoint is None:
             return None, notes
-        files = list(checkpoint.manifest["files"])
-        mine = files[dist.get_rank() :: dist.get_world_size()]
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, [damage for file in mine if (damage := checkpoint.damage(file))])
-        damages = [damage for one in everyones for damage in one]
+        damages = _damages(checkpoint)
         if not damages:
             return checkpoint, notes
         notes.append(f"{checkpoint.path.name} cannot be used: {damages[0]}")
+
+
+def _damages(checkpoint: Checkpoint) -> list[str]:
+    """What is wrong with the contents of files; each rank looks at some of them."""
+    mine = list(checkpoint.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [damage for file in mine if (damage := checkpoint.damage(file))])
+    return [damage for one in everyones for damage in one]
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -58,7 +58,12 @@ class WandB:
         import wandb
 
         run_dir.tracker.mkdir(exist_ok=True)
+        identity = run_dir.tracker / "wandb_id"
+        if not identity.exists():
+            identity.write_text(wandb.util.generate_id())
         self._run = wandb.init(
+            id=identity.read_text(),
+            resume="allow",  # later attempts go on with the same run
             project=config.logging.project,
             entity=config.logging.entity,
             name=run_dir.path.name,

@@ -4,12 +4,12 @@ Collective over all ranks, wherever DeepSpeed keeps them: partitioned, in bf16 b
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from launcher.worker.slices import masters_of
 
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 """What optimizers call the running mean of gradients."""
@@ -21,7 +21,7 @@ def weights(engine: Any) -> Tensors:
     """The fp32 (master) weights, on the CPU."""
     if engine.zero_optimization():
         return _by_name(engine, safe_get_full_fp32_param)
-    masters = _masters(engine)
+    masters = masters_of(engine)
     return _by_name(engine, lambda parameter: masters.get(parameter, parameter))
 
 
@@ -47,16 +47,8 @@ def first_moments(engine: Any) -> Tensors | None:
 
     if engine.zero_optimization():
         return _by_name(engine, lambda parameter: safe_get_full_optimizer_state(parameter, key))
-    masters = _masters(engine)
+    masters = masters_of(engine)
     return _by_name(engine, lambda parameter: states[masters.get(parameter, parameter)][key])
-
-
-def _masters(engine: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """The fp32 master of each bf16 or fp16 parameter, without ZeRO."""
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, FP16_UnfusedOptimizer):
-        return {}
-    return dict(zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True))
 
 
 def _by_name(engine: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:

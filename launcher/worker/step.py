@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -101,13 +101,20 @@ def _noise(update: Update, small: list[float], weight: float, num_sequences: int
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, objective: Objective, shares: Iterable[Share]) -> tuple[float | None, Weight]:
-    """The loss over whole global batches of another split, weighted as in training, and what was counted."""
+def evaluate(
+    engine: Engine, objective: Objective, shares: Iterable[Share], stops: Callable[[], bool]
+) -> tuple[float | None, Weight] | None:
+    """The loss over whole global batches of another split, weighted as in training, and what was counted.
+
+    None where ``stops``, which is asked on all ranks before each batch, ended it.
+    """
     engine.module.eval()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     weight = Weight()
     try:
         for share in shares:
+            if stops():
+                return None
             weight += share.weight
             for micro_batch in share.micro_batches:
                 total += _loss(engine, objective, micro_batch)

@@ -5,12 +5,15 @@ import math
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from launcher import costs, decode, noise_scale, traffic
+from launcher import costs, decode, noise_scale, resume, traffic
 from launcher.batch import Cut
 from launcher.course import Course
 from launcher.errors import RunError
@@ -19,7 +22,8 @@ from launcher.ranks import Rank
 from launcher.rundir import RunDir
 from launcher.schema import Checkpointing, Config, Tail
 from launcher.steps import Steps
-from launcher.worker import checkpoint, distributed, models, step
+from launcher.worker import checkpoint, distributed, models, step, stop
+from launcher.worker.checkpoint import Saver
 from launcher.worker.data import Task
 from launcher.worker.engine import Engine
 from launcher.worker.metrics import Guarded, MetricsFile, TensorBoard, WandB, now
@@ -46,32 +50,60 @@ class Trainer:
         self.measures_noise = noise_scale.unavailable(config) is None
         self.tokens_seen = 0
         self.num_updates = self.skips_in_a_row = 0
+        self.evaluation: dict[str, Any] = {}
+        """The last one, and at which step it was."""
+        self.done = self.saved = 0
+        """Steps that are done, and that are in a checkpoint."""
+        self.stopped_by: str | None = None
+        """A signal, and the rank that it came to; the same on all ranks."""
+        self.others_write = False
+        files = {path.name: path.read_text(encoding="utf-8") for path in (run_dir.config, run_dir.plan)}
+        keep = config.checkpoint
+        self.saver = Saver(self.engine, run_dir.checkpoints, files, keep.keep, keep.keep_every)
+        self._resume()
+        self.attempt = run_dir.read_status().get("attempt", 1)
         self.trackers = _start_trackers(config, values, run_dir) if rank.is_first else []
         self.last_heartbeat = 0.0
+        self.longest_step_s = 0.0
 
-    def train(self) -> dict[str, Any]:
-        """All optimizer steps, the evaluations between and after them, and the checkpoints; returns the summary."""
-        train = self.config.train
-        evaluation: dict[str, Any] = {}
-        for number, share, data_time_s in self._timed_shares():
+    def train(self) -> dict[str, Any] | None:
+        """All optimizer steps that are left, the evaluations between and after them, and the checkpoints.
+
+        Returns the summary; or None where a signal has stopped the run, which is saved then.
+        """
+        # What the attempt before was stopped in.
+        goes_on = self.done == 0 or self._after_step()
+        for number, share, data_time_s in self._timed_shares() if goes_on else ():
             self._step(number, share, data_time_s)
-            done = number + 1
-            last = self.course.steps.num_steps
-            if self.task.validation and (done == last or _is_due(done, train.eval_every)):
-                evaluation = self._evaluate(done)
-            if done == last or _is_due(done, self.config.checkpoint.every):
-                self._save(done)
-            self._heartbeat(done)
-        summary = {"num_steps": self.course.steps.num_steps, **evaluation}
-        if self.rank.is_first:
+            self.done = number + 1
+            if not self._after_step():
+                goes_on = False
+                break
+        summary = {"num_steps": self.course.steps.num_steps, **self.evaluation} if goes_on else {}
+        summary.pop("step", None)
+        if self.rank.is_first and goes_on:
             summary |= self.task.baselines()
         for tracker in self.trackers:
             tracker.finish(summary)
-        return summary
+        return summary if goes_on else None
+
+    def _after_step(self) -> bool:
+        """The evaluation and the checkpoint, if they are due. Returns False where the run has to stop, and is saved."""
+        done, last = self.done, self.done >= self.course.steps.num_steps
+        due = last or _is_due(done, self.config.train.eval_every)
+        if self.task.validation and due and self.evaluation.get("step") != done and self.stopped_by is None:
+            self._evaluate()
+        stops = self.stopped_by is not None
+        if self.saved != done and (last or stops or _is_due(done, self.config.checkpoint.every)):
+            self._save(wait=last or stops)
+        elif self.saver.pending and not self.others_write:
+            self._finish_save()
+        self._heartbeat()
+        return not stops
 
     def _timed_shares(self) -> Iterator[tuple[int, Share, float]]:
         """This rank's share of every step, and the seconds that training waited for it."""
-        number = 0
+        number = self.done
         while number < self.course.steps.num_steps:
             steps = self.course.steps
             source = Shares(self.task.train, self.task.objective, steps, self.cut, self.rank.rank)
@@ -88,13 +120,19 @@ class Trainer:
         steps, learning_rate = self.course.steps, self.course.learning_rate(number)
         outcome = step.train_step(self.engine, self.task.objective, share, learning_rate, self.measures_noise)
         step_time_s = time.perf_counter() - start + data_time_s
-        (peak_memory,) = distributed.max_over_ranks([_peak_memory_bytes(self.engine.device)], self.engine.device)
+        self.longest_step_s = max(self.longest_step_s, step_time_s)
+        peak_memory, stops, writes = distributed.max_over_ranks(
+            [_peak_memory_bytes(self.engine.device), stop.wanted() is not None, self.saver.busy], self.engine.device
+        )
+        self.others_write = writes > 0
+        if stops:
+            self._agree_to_stop()
         self.tokens_seen += outcome.weight.tokens
         self.course.record(number, outcome.update.applied, self._agreed(outcome.noise))
         self._log(
             {
                 "kind": "train",
-                "attempt": 1,
+                "attempt": self.attempt,
                 "step": number + 1,
                 "loss": outcome.loss,
                 "bits_per_base": self._bits(outcome.loss),
@@ -136,7 +174,19 @@ class Trainer:
         values = [noise.signal, noise.noise] if self.rank.is_first else [0.0, 0.0]
         return Estimate(*distributed.sum_over_ranks(values, self.engine.device))
 
-    def _evaluate(self, done: int) -> dict[str, Any]:
+    def _agree_to_stop(self) -> None:
+        everyones: list[str | None] = [None] * self.rank.world_size
+        dist.all_gather_object(everyones, stop.wanted())
+        self.stopped_by = next(f"{name} to rank {rank}" for rank, name in enumerate(everyones) if name is not None)
+
+    def _is_to_stop(self) -> bool:
+        """Between the batches of an evaluation; collective."""
+        (stops,) = distributed.max_over_ranks([stop.wanted() is not None], self.engine.device)
+        if stops:
+            self._agree_to_stop()
+        return bool(stops)
+
+    def _evaluate(self) -> None:
         assert self.task.validation is not None
         start = time.perf_counter()
         size, limit = len(self.task.validation), self.config.train.eval_batches
@@ -144,15 +194,17 @@ class Trainer:
         batches = batches if limit is None else min(batches, limit)
         steps = Steps(size, self.cut.train_batch_size, Tail.FLUSH, batches, self.config.seed)
         shares = Shares(self.task.validation, self.task.objective, steps, self.cut, self.rank.rank)
-        loss, weight = step.evaluate(
-            self.engine, self.task.objective, read_ahead(shares, range(batches), self.config.data.num_workers)
-        )
+        read = read_ahead(shares, range(batches), self.config.data.num_workers)
+        found = step.evaluate(self.engine, self.task.objective, read, self._is_to_stop)
+        if found is None:
+            return
+        loss, weight = found
         values = {"eval_loss": loss, "eval_bits_per_base": self._bits(loss)}
         self._log(
             {
                 "kind": "eval",
-                "attempt": 1,
-                "step": done,
+                "attempt": self.attempt,
+                "step": self.done,
                 **values,
                 "tokens": weight.tokens,
                 "padded_tokens": weight.padded_tokens,
@@ -160,17 +212,65 @@ class Trainer:
                 "time": now(),
             }
         )
-        return values
+        self.evaluation = {"step": self.done, **values}
 
-    def _save(self, done: int) -> None:
-        self._tell(f"saving step {done}")
+    def _save(self, wait: bool) -> None:
+        """Begin a checkpoint of the steps that are done, and with ``wait`` finish it."""
+        self._tell(f"saving step {self.done}")
+        if self.saver.pending:
+            self._finish_save()
+        last = self.done >= self.course.steps.num_steps
         state = {
-            "step": done,
             "tokens_seen": self.tokens_seen,
-            "sequences_seen": self.course.steps.sequences_before(done),
+            "sequences_seen": self.course.steps.sequences_before(self.done),
+            "num_updates": self.num_updates,
+            "skips_in_a_row": self.skips_in_a_row,
+            "evaluation": self.evaluation,
+            "course": self.course.state(),
+            "is_last": last,
         }
-        checkpoint.save(self.engine, self.run_dir.checkpoints, done, state)
+        self.saver.begin(self.done, state)
+        self.saved = self.done
+        if wait or not self.config.checkpoint.asynchronous:
+            fault = self._finish_save()
+            if fault is not None and wait:
+                raise RunError(f"step {self.done} could not be saved: {fault}")
         self._tell(None)
+
+    def _finish_save(self) -> str | None:
+        """Returns why there is no checkpoint, if so; a run goes on without one that is not its last."""
+        saved = self.saver.finish()
+        if self.rank.is_first:
+            values = {"kind": "checkpoint", "attempt": self.attempt, **asdict(saved), "time": now()}
+            self.trackers[0].log(values)
+            if saved.fault is None:
+                lead_s = self.longest_step_s + saved.total_s
+                self.run_dir.write_status(checkpoint=saved.step, signal_lead_s=round(lead_s, 3))
+            else:
+                self._tell(f"step {saved.step} could not be saved ({saved.fault}); the run goes on")
+        return saved.fault
+
+    def _resume(self) -> None:
+        """Go on from the newest whole checkpoint, where the configuration says so."""
+        wish = self.config.checkpoint.resume
+        if wish == resume.NEVER:
+            return
+        found, notes = checkpoint.find(self.run_dir.checkpoints)
+        if wish not in (resume.AUTO, resume.REQUIRED) and found is None:
+            # A path is where a run begins; once it has checkpoints of its own it goes on from those.
+            found = checkpoint.read(Path(wish))
+        if found is None:
+            if notes or wish == resume.REQUIRED:
+                raise RunError("; ".join([f"{self.run_dir.checkpoints} holds no checkpoint that can be used", *notes]))
+            return
+        self._tell("; ".join([f"going on from {found.path}", *notes]))
+        checkpoint.load(self.engine, found)
+        state = found.state
+        self.course.restore(state["course"])
+        self.done = self.saved = found.step
+        self.tokens_seen = state["tokens_seen"]
+        self.num_updates, self.skips_in_a_row = state["num_updates"], state["skips_in_a_row"]
+        self.evaluation = state["evaluation"]
 
     def _bits(self, loss: float | None) -> float | None:
         return loss / math.log(2) if loss is not None and self.task.predicts_bases else None
@@ -183,12 +283,11 @@ class Trainer:
         if self.rank.is_first:
             self.run_dir.write_status(activity=activity)
 
-    def _heartbeat(self, done: int) -> None:
-        if self.rank.is_first and (
-            time.monotonic() - self.last_heartbeat > HEARTBEAT_S or done == self.course.steps.num_steps
-        ):
+    def _heartbeat(self) -> None:
+        is_due = time.monotonic() - self.last_heartbeat > HEARTBEAT_S
+        if self.rank.is_first and (is_due or self.done == self.course.steps.num_steps):
             self.last_heartbeat = time.monotonic()
-            self.run_dir.write_status(step=done, num_steps=self.course.steps.num_steps, activity=None)
+            self.run_dir.write_status(step=self.done, num_steps=self.course.steps.num_steps, activity=None)
 
 
 def _complete_plan(run_dir: RunDir, config: Config, cut: Cut, model: nn.Module) -> None:

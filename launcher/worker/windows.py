@@ -18,7 +18,7 @@ from launcher.genome import alphabet
 from launcher.genome.windows import Windows
 from launcher.schema import Data, Objective
 from launcher.steps import Int64s, Steps, UInt64s, sequence_keys
-from launcher.worker import objectives
+from launcher.worker import objectives, stop
 from launcher.worker.objectives import Batch, Weight
 
 STRANDS, MASKS = 0, 1
@@ -149,7 +149,12 @@ def read_ahead(shares: Shares, steps: Sequence[int], num_workers: int) -> Iterab
         batch_size=None,
         sampler=steps,
         num_workers=num_workers,
+        worker_init_fn=_in_worker,
     )
+
+
+def _in_worker(_: int) -> None:
+    stop.ignore()
 
 
 def _generator(key: np.uint64, purpose: int) -> np.random.Generator:

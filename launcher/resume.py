@@ -1,0 +1,117 @@
+"""Whether a run can go on from what an earlier attempt has left, told before anything is started."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher import checkpoints, decode
+from launcher.checkpoints import Checkpoint
+from launcher.errors import RequestError
+from launcher.plan import Plan
+from launcher.rundir import KEY, RunDir
+from launcher.schema import Config, CustomData
+
+AUTO, REQUIRED, NEVER = "auto", "required", "never"
+WISH = "checkpoint.resume"
+
+TRAJECTORY = ("seed", "model", "loss", "data", "optimizer.type", "batch_schedule", "accumulation.tail", "train.batch_norm")
+"""The nodes that say what the steps of a run are. The others say how a step is cut, when the run ends, how fast it
+learns and what is told of it; those may change."""
+
+HOW_DATA_IS_READ = {"fasta", "cache_dir", "num_workers"}
+"""Keys of ``data`` that do not change what is read; the bases are compared by their fingerprint."""
+
+
+class Origin(NamedTuple):
+    """What a run goes on from: a checkpoint, or an attempt that has not left any."""
+
+    folder: Path
+    """With the config.yaml and the plan.json of it."""
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    """Why newer checkpoints are not taken."""
+
+
+def origin(config: Config, run_dir: Path) -> Origin | None:
+    """Looks only; the checksums are left to the ranks.
+
+    Raises RequestError where what is wished for is not there.
+    """
+    wish, directory = config.checkpoint.resume, RunDir(run_dir)
+    if wish == NEVER:
+        return None
+    notes: list[str] = []
+    newest = next(checkpoints.candidates(directory.checkpoints, notes), None)
+    if newest is not None:
+        note = checkpoints.note_on_latest(directory.checkpoints, newest.path)
+        return Origin(newest.path, newest, notes + ([note] if note else []))
+    if wish not in (AUTO, REQUIRED) and not notes:
+        given = checkpoints.read(Path(wish))
+        if isinstance(given, str):
+            raise RequestError(f"{WISH}={wish}: {given}; give the path of a checkpoint, or auto, required or never")
+        return Origin(given.path, given, [])
+    if wish == REQUIRED or notes:
+        where = "; ".join([f"{directory.checkpoints} holds no checkpoint that can be used", *notes])
+        raise RequestError(f"{WISH}={wish}: {where}; give another {KEY}, or {WISH}=never and a new one")
+    return Origin(run_dir, None, []) if directory.holds_a_run() else None
+
+
+def check(plan: Plan, found: Origin) -> list[str]:
+    """Fault lines for what makes the run another one than that which it is to go on from."""
+    before = decode.load(found.folder / "config.yaml")
+    planned = json.loads((found.folder / "plan.json").read_text(encoding="utf-8"))
+    ours, theirs = _trajectory(plan.config), _trajectory(before)
+    ours["batch.train_batch_size"] = plan.cut.train_batch_size
+    theirs["batch.train_batch_size"] = planned["batch"]["train_batch_size"]
+    faults = [
+        f"{key}={_shown(ours.get(key))}: the run in {found.folder} was made with {_shown(theirs.get(key))}, and with "
+        f"another it would not be the same run; set it back, or start a new run in another {KEY}"
+        for key in dict.fromkeys([*ours, *theirs])
+        if ours.get(key) != theirs.get(key)
+    ]
+    fingerprint, there = plan.genome.fingerprint if plan.genome else None, planned["data"]["fingerprint"]
+    if fingerprint != there and not faults:
+        faults.append(
+            f"data.fasta: its bases are not those that the run in {found.folder} was made with (fingerprint "
+            f"{fingerprint} instead of {there}); restore them, or start a new run in another {KEY}"
+        )
+    return faults
+
+
+def is_done(config: Config, found: Origin) -> bool:
+    """The run has reached its end already, and its limits are the same still."""
+    if found.checkpoint is None or not found.checkpoint.state["is_last"]:
+        return False
+    before = decode.load(found.folder / "config.yaml").train
+    return (before.max_steps, before.max_tokens, before.epochs) == (
+        config.train.max_steps,
+        config.train.max_tokens,
+        config.train.epochs,
+    )
+
+
+def _trajectory(config: Config) -> dict[str, Any]:
+    """The keys of TRAJECTORY and their values."""
+    node = decode.encode(config)
+    found: dict[str, Any] = {}
+    for key in TRAJECTORY:
+        value: Any = node
+        for part in key.split("."):
+            value = value[part]
+        found |= dict(_flat(key, value))
+    if not isinstance(config.data, CustomData):
+        found = {key: value for key, value in found.items() if key not in {f"data.{k}" for k in HOW_DATA_IS_READ}}
+    return found
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
