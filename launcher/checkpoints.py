@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher import rundir
-from launcher.errors import RequestError
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"

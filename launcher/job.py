@@ -75,6 +75,8 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     try:
         say(f"run directory {run_dir.path}")
         run_dir.write_status(attempt=run_dir.begin_attempt())
+        if job.origin is not None:
+            say("; ".join([resume.describe(job.origin), *job.origin.notes]))
         run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan)})
         if job.config.mode is Mode.VERIFY:
             # One rank first: it computes the whole batch, which the others are held against.

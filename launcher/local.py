@@ -52,9 +52,7 @@ def run(
     try:
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
             for num_ranks in groups:
-                _supervise(
-                    num_ranks, run_dir, worker or WORKER, progress, caught, may_stop=config.mode is Mode.TRAIN
-                )
+                _supervise(num_ranks, run_dir, worker or WORKER, progress, caught, may_stop=config.mode is Mode.TRAIN)
     except RunPreemptedError:
         raise
     except BaseException as error:

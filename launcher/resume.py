@@ -15,7 +15,16 @@ from launcher.schema import Config, CustomData
 AUTO, REQUIRED, NEVER = "auto", "required", "never"
 WISH = "checkpoint.resume"
 
-TRAJECTORY = ("seed", "model", "loss", "data", "optimizer.type", "batch_schedule", "accumulation.tail", "train.batch_norm")
+TRAJECTORY = (
+    "seed",
+    "model",
+    "loss",
+    "data",
+    "optimizer.type",
+    "batch_schedule",
+    "accumulation.tail",
+    "train.batch_norm",
+)
 """The nodes that say what the steps of a run are. The others say how a step is cut, when the run ends, how fast it
 learns and what is told of it; those may change."""
 
@@ -79,6 +88,12 @@ def check(plan: Plan, found: Origin) -> list[str]:
     return faults
 
 
+def describe(found: Origin) -> str:
+    if found.checkpoint is None:
+        return f"{found.folder} holds no checkpoint: starting anew"
+    return f"going on from {found.folder}, after step {found.checkpoint.step}"
+
+
 def is_done(config: Config, found: Origin) -> bool:
     """The run has reached its end already, and its limits are the same still."""
     if found.checkpoint is None or not found.checkpoint.state["is_last"]:
@@ -114,4 +129,4 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -1,5 +1,6 @@
 """How a run goes on after skipped steps and grown batches, against numbers worked out by hand and a simulation."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -268,3 +269,50 @@ def test_whatever_is_skipped_and_measured_a_run_is_that_of_a_simulation(
     assert run.rates == pytest.approx(rates, rel=1e-9)
     scale = 1 if scaling is Scaling.NONE else math.sqrt(sizes[-1] / largest)
     assert run.rates[-1] == FLOOR * scale
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), st.integers(-10, 100), st.booleans()), min_size=1, max_size=12),
+    st.sets(st.integers(1, 19), max_size=4),
+    st.sampled_from([Train(max_steps=20), Train(max_tokens=150 * LENGTH), Train(epochs=3)]),
+    st.sampled_from(
+        [
+            BASE.batch_schedule,
+            GROWING.batch_schedule,
+            BatchSchedule(BatchScheduleType.MILESTONES, milestones=[[0, 4], [5, 8], [11, 16]]),
+        ]
+    ),
+)
+def test_a_course_that_was_written_down_and_restored_goes_on_as_if_it_had_not_been(
+    events: list[tuple[int, int, bool]], restarts: set[int], train: Train, schedule: BatchSchedule
+) -> None:
+    config = replace(GROWING, batch_schedule=schedule, train=replace(train, noise_scale_decay=0.9))
+    skips = {step for step in range(100) if events[step % len(events)][2] and step % 3 != 2}
+
+    def run(restarts: set[int]) -> list[tuple[float, int, float | None, int]]:
+        """What each step had, in the course that is begun anew before ``restarts``."""
+        now, step, found = course(config, 16, num_sequences=50), 0, []
+        while step < now.steps.num_steps:
+            if step in restarts:
+                written = json.dumps(now.state())
+                now = course(config, 16, num_sequences=50)
+                now.restore(json.loads(written))
+            found.append((now.learning_rate(step), now.steps.batch_size(step), now.noise_scale, now.steps.num_steps))
+            measured = None if step in skips else Estimate(*events[step % len(events)][:2])
+            now.record(step, step not in skips, measured)
+            step += 1
+        return found
+
+    assert run(restarts) == run(set())
+
+
+def test_a_restored_course_may_have_other_limits() -> None:
+    """Two of the six steps were skipped; nine updates are wanted now."""
+    before = course(BASE)
+    for step in range(4):
+        before.record(step, step not in (1, 2), None)
+    after = course(replace(BASE, train=Train(max_steps=9)))
+    after.restore(before.state())
+    assert after.steps.num_steps == 9 + 2
+    assert after.learning_rate(4) == pytest.approx(line(3, 9), abs=1e-15)

@@ -33,7 +33,7 @@ def test_parents_are_made_and_logs_have_a_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("x")
-    rule = "it holds a run already, and continuing one is not there yet; give another hydra.run.dir"
+    rule = "it holds a run already, which is not to be continued here; give another hydra.run.dir"
     line = f"hydra.run.dir={tmp_path}: {rule}"
     assert rundir.check(tmp_path) == [line]
     assert refusal(tmp_path) == line

@@ -1,0 +1,144 @@
+"""Checkpoints on disk: which are whole, which is the newest, which may go."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import checkpoints
+from launcher.checkpoints import Checkpoint
+
+
+def make(folder: Path, step: int, content: bytes = b"weights") -> Path:
+    """A checkpoint of one file."""
+    aside = folder / (checkpoints.name(step) + checkpoints.PARTIAL)
+    aside.mkdir(parents=True)
+    (aside / "rank_00000.safetensors").write_bytes(content)
+    checksum = checkpoints.checksum(aside / "rank_00000.safetensors")
+    files = {"rank_00000.safetensors": {"bytes": len(content), "sha256": checksum}}
+    manifest = {"format": 1, "step": step, "state": {"tokens_seen": 7}, "files": files, "parameters": {}}
+    return checkpoints.complete(aside, manifest)
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    notes: list[str] = []
+    return next(checkpoints.candidates(folder, notes), None), notes
+
+
+def test_what_was_completed_is_read_back(tmp_path: Path) -> None:
+    made = make(tmp_path, 10)
+    assert made == tmp_path / "step_00000010"
+    found, notes = newest(tmp_path)
+    assert found is not None
+    assert (found.path, found.step, found.state, notes) == (made, 10, {"tokens_seen": 7}, [])
+    assert found.damage("rank_00000.safetensors") is None
+    assert (tmp_path / "latest").read_text() == "step_00000010\n"
+
+
+def test_the_newest_is_the_one_of_the_largest_step_whatever_latest_says(tmp_path: Path) -> None:
+    for step in (5, 100_000_000, 20):
+        make(tmp_path, step)
+    found, _ = newest(tmp_path)
+    assert found is not None
+    assert found.step == 100_000_000
+    assert [path.name for path in checkpoints.found(tmp_path)] == ["step_100000000", "step_00000020", "step_00000005"]
+
+
+def test_what_was_not_completed_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step_00000010.partial").mkdir()
+    (tmp_path / ".step_00000011.old").mkdir()
+    (tmp_path / "step_000").mkdir()
+    assert newest(tmp_path) == (None, [])
+
+
+def edit(**changes: Any) -> Any:
+    def apply(path: Path) -> None:
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        (path / "checkpoint.json").write_text(json.dumps(manifest | changes))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: (path / "rank_00000.safetensors").unlink(), "rank_00000.safetensors is missing"),
+        (
+            lambda path: (path / "rank_00000.safetensors").write_bytes(b"weigh"),
+            "rank_00000.safetensors has 5 bytes instead of 7",
+        ),
+        (lambda path: (path / "checkpoint.json").unlink(), "it has no checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").write_text('{"format": 1,'), "checkpoint.json cannot be read"),
+        (lambda path: (path / "checkpoint.json").write_text("[]"), "checkpoint.json cannot be read"),
+        (edit(format=2), "it has format 2, and this version reads 1"),
+        (edit(files={"a": None}), "checkpoint.json cannot be read"),
+    ],
+)
+def test_a_spoilt_one_is_named_and_the_one_before_is_taken(tmp_path: Path, spoil: Any, reason: str) -> None:
+    make(tmp_path, 10)
+    spoil(make(tmp_path, 20))
+    found, notes = newest(tmp_path)
+    assert found is not None
+    assert found.step == 10
+    (note,) = notes
+    assert note.startswith(f"step_00000020 cannot be used: {reason}")
+
+
+def test_a_flipped_bit_is_damage(tmp_path: Path) -> None:
+    path = make(tmp_path, 10)
+    (path / "rank_00000.safetensors").write_bytes(b"weighus")
+    found, _ = newest(tmp_path)
+    assert found is not None, "sizes alone do not tell"
+    assert found.damage("rank_00000.safetensors") == "rank_00000.safetensors has changed since it was written"
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    make(tmp_path, 10, b"old")
+    make(tmp_path, 10, b"new one")
+    assert (tmp_path / "step_00000010" / "rank_00000.safetensors").read_bytes() == b"new one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010"]
+
+
+@pytest.mark.parametrize(
+    ("latest", "note"),
+    [
+        (None, "latest is missing"),
+        ("", "latest is empty"),
+        ("step_00000099\n", "latest names step_00000099, which is not there"),
+        ("step_00000010\n", "latest names step_00000010"),
+        ("step_00000020\n", None),
+    ],
+)
+def test_what_is_wrong_with_latest_is_said(tmp_path: Path, latest: str | None, note: str | None) -> None:
+    make(tmp_path, 10)
+    chosen = make(tmp_path, 20)
+    (tmp_path / "latest").unlink()
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    assert checkpoints.note_on_latest(tmp_path, chosen) == note
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (None, None, [5, 10, 15, 20, 25]),
+        (2, None, [20, 25]),
+        (1, 10, [10, 20, 25]),
+        (9, None, [5, 10, 15, 20, 25]),
+    ],
+)
+def test_the_newest_and_every_kth_are_kept(
+    tmp_path: Path, keep: int | None, keep_every: int | None, left: list[int]
+) -> None:
+    for step in (5, 10, 15, 20, 25):
+        make(tmp_path, step)
+    checkpoints.prune(tmp_path, keep, keep_every)
+    assert sorted(int(path.name[5:]) for path in checkpoints.found(tmp_path)) == left
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == len(left), "nothing half removed is left"
+
+
+def test_no_folder_holds_no_checkpoint(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") == (None, [])
+    shutil.rmtree(tmp_path)
