@@ -1,0 +1,153 @@
+"""Whole commands that are stopped by a signal, and continued by the same command: exit codes, and that nothing is lost."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
+
+NETS = """
+import os, signal
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+
+class Net(torch.nn.Module):
+    '''Sends a signal to its own rank at one of its passes, once.'''
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 32)
+        self.mix = torch.nn.Conv1d(32, 64, kernel_size=4)
+        self.head = torch.nn.Linear(64, 17)
+        self.passes = {True: 0, False: 0}
+
+    def forward(self, tokens):
+        self.passes[self.training] += 1
+        sent = Path("sent")
+        wish = os.environ.get("SIGNAL", "")
+        if wish and not sent.exists():
+            name, rank, mode, number = wish.split(":")
+            here = (os.environ["RANK"], "training" if self.training else "evaluation", self.passes[self.training])
+            if here == (rank, mode, int(number)):
+                sent.write_text("")
+                os.kill(os.getpid(), getattr(signal, name))
+        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
+        return self.head(torch.tanh(self.mix(embedded)).transpose(1, 2))
+"""
+
+COMMAND = (
+    "+experiment=dna_8k data=lambda data.sequence_length=128 data.num_workers={workers} --config-dir conf model=net "
+    "batch.train_batch_size=8 batch.gradient_accumulation_steps=4 cluster.ranks_per_node=2 train.max_steps=6 "
+    "train.eval_every=2 checkpoint.every={every} optimizer.lr=1e-3 lr_schedule.warmup_steps=2 logging=none"
+)
+FOUR = 4
+"""Passes of a rank in a step."""
+
+CASES = {
+    "in the third of four micro-batches": (f"SIGTERM:1:training:{FOUR + 3}", 0, 0, 2),
+    "with processes that read ahead": (f"SIGTERM:0:training:{FOUR + 3}", 2, 0, 2),
+    "in an evaluation": ("SIGUSR2:1:evaluation:2", 0, 0, 2),
+    "while a checkpoint is written": (f"SIGINT:0:training:{2 * FOUR + 1}", 0, 1, 3),
+}
+"""The signal, processes that read ahead, steps between two checkpoints, and the step at which the run has to stop."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "nets.py").write_text(NETS)
+    (folder / "conf" / "model").mkdir(parents=True)
+    (folder / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
+    return folder
+
+
+def launch(folder: Path, name: str, workers: int, every: int, wish: str = "") -> "subprocess.CompletedProcess[str]":
+    import os
+
+    words = COMMAND.format(workers=workers, every=every or "null")
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *words.split(), f"hydra.run.dir={name}"],
+        cwd=folder,
+        env={**os.environ, "SIGNAL": wish},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def lines(run_dir: RunDir) -> dict[tuple[str, int], dict[str, Any]]:
+    """By kind and step; the last one counts."""
+    found = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    return {(line["kind"], line["step"]): line for line in found}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    done = launch(folder, "whole", workers=0, every=0)
+    assert done.returncode == 0, done.stderr
+    return lines(RunDir(folder / "whole"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_had_not_been(
+    folder: Path, whole: dict[tuple[str, int], dict[str, Any]], case: str
+) -> None:
+    wish, workers, every, stop = CASES[case]
+    name = case.replace(" ", "_")
+    (folder / "sent").unlink(missing_ok=True)
+    first = launch(folder, name, workers, every, wish)
+    number, rank, *_ = wish.split(":")
+    assert first.returncode == 75, first.stderr
+    assert first.stderr == f"stopped by {number} to rank {rank}, saved at step {stop}\n"
+    run_dir = RunDir(folder / name)
+    status = run_dir.read_status()
+    assert (status["state"], status["step"], status["checkpoint"]) == ("preempted", stop, stop)
+    assert status["signal_lead_s"] > 0
+    second = launch(folder, name, workers, every, wish)
+    assert second.returncode == 0, second.stderr
+    assert f"going on from {run_dir.checkpoints}/step_{stop:08d}, after step {stop}" in second.stdout
+    steps = [json.loads(line)["step"] for line in run_dir.metrics.read_text().splitlines() if '"train"' in line]
+    assert steps == [1, 2, 3, 4, 5, 6], "none was repeated or left out"
+    ours = lines(run_dir)
+    for key, expected in whole.items():
+        for field in ("loss", "lr", "grad_norm", "tokens", "tokens_seen", "sequences_seen", "eval_loss"):
+            assert ours[key].get(field) == pytest.approx(expected.get(field), rel=1e-6), (key, field)
+    assert run_dir.read_status()["attempt"] == 2
+    assert sorted(path.name for path in (run_dir.path / "attempts" / "1").iterdir()) == [
+        "config.yaml", "deepspeed.json", "plan.json",
+    ]  # fmt: skip
+
+
+def test_a_run_that_is_done_says_so(folder: Path, whole: object) -> None:
+    again = launch(folder, "whole", workers=0, every=0)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout.splitlines()[0] == (
+        f"this run is done: {folder}/whole/checkpoints/step_00000006 is its last step"
+    )
+
+
+def test_a_signal_before_training_loses_nothing_and_is_no_failure(folder: Path) -> None:
+    words = COMMAND.format(workers=0, every="null")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher", *words.split(), "hydra.run.dir=early"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("loading torch"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert RunDir(folder / "early").read_status()["state"] == "preempted"
