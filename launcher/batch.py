@@ -6,7 +6,7 @@ Exactly, or refused with the nearest values that work. DeepSpeed divides with ro
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher import batch_schedule
 from launcher.errors import RequestError
@@ -32,6 +32,19 @@ class Cut:
     def accumulation_steps(self, batch_size: int) -> int:
         """Of a step with another global batch, cut into the same micro-batches."""
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    def finer(self) -> "Cut | None":
+        """The same global batch in micro-batches of half the size, or of the next smaller one that cuts them evenly;
+        None where they are of one sequence already."""
+        smaller = [size for size in range(1, self.micro_batch_size // 2 + 1) if self.micro_batch_size % size == 0]
+        if not smaller:
+            return None
+        pieces = self.micro_batch_size // smaller[-1]
+        return replace(
+            self,
+            micro_batch_size=smaller[-1],
+            gradient_accumulation_steps=self.gradient_accumulation_steps * pieces,
+        )
 
 
 def solve(

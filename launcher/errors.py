@@ -29,6 +29,10 @@ class RunError(Exception):
     exit_code = EXIT_FAILED
 
 
+class OutOfMemoryError(RunError):
+    """A micro-batch was too large for the memory of a rank; a smaller one may do."""
+
+
 class RunPreemptedError(RunError):
     """A run that was stopped by a signal, is saved and can be continued (exit code 75)."""
 

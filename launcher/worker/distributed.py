@@ -1,6 +1,7 @@
 """The process group of a run and the few sums over it that are not DeepSpeed's."""
 
 import datetime
+import gc
 from collections.abc import Sequence
 
 import deepspeed
@@ -43,6 +44,13 @@ def start(rank: Rank) -> torch.device:
     )
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return device
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what the allocator of an accelerator keeps for later."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

@@ -89,6 +89,14 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
 
+    def set_accumulation_steps(self, number: int) -> None:
+        """Those of a window from now on. DeepSpeed's gradient buffers in host memory go by it."""
+        batch_size = self.deepspeed.train_batch_size()
+        self.deepspeed.set_train_micro_batch_size(batch_size // (number * self._data_parallel_size))
+        self.deepspeed.set_train_batch_size(batch_size)
+        if hasattr(self.deepspeed.optimizer, "gradient_accumulation_steps"):
+            self.deepspeed.optimizer.gradient_accumulation_steps = number
+
     def begin_window(self, num_micro_batches: int) -> None:
         """The next ``num_micro_batches`` backward passes are one optimizer step."""
         if self._stage < 2:
@@ -162,6 +170,47 @@ class Engine:
     def _set_boundary(self) -> None:
         """Tell DeepSpeed, which counts for itself otherwise, whether the next backward pass is the window's last."""
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_batches_left <= 1)
+
+    @property
+    def can_abandon(self) -> bool:
+        """Nothing is communicated before the window ends: a rank may fail in it without leaving the others waiting."""
+        return self._stage < 3 and (self._stage < 2 or self._coalesces)
+
+    def abandon_window(self) -> None:
+        """Throw away what the window has summed up so far, on all ranks together, as if it had not begun."""
+        self._forget_gradients()
+        self._window.close()  # there is nothing left to reduce
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        optimizer = self.deepspeed.optimizer
+        for parameter in self.deepspeed.module.parameters():
+            parameter.grad = None
+            if getattr(parameter, "grad_accum", None) is not None:
+                parameter.grad_accum = None
+        if isinstance(optimizer, BF16_Optimizer):
+            optimizer.clear_hp_grads()
+        elif self._stage in (1, 2):
+            # In place: other parts of DeepSpeed hold the same dictionaries.
+            for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                for group in kept:
+                    kept[group] = None
+            optimizer.zero_grad()
+            optimizer._release_ipg_buffers()
+            optimizer.micro_step_id = -1
+            optimizer.ready_for_gradients = False
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+                optimizer._offload_accumulated_param_ids = set()
+            for bucket in optimizer.ipg_buckets.values():
+                bucket.clear()
+            for number in range(len(optimizer.params_already_reduced)):
+                optimizer.params_already_reduced[number] = False
+        hooks = getattr(optimizer, "_backward_hook_state", None)
+        if hooks is not None:  # of a backward pass that did not come to its end
+            hooks.reset_for_new_step()
+            hooks.backward_active_depth = 0
+            hooks.remaining_grad_acc_hooks = 0
 
     def end_window(self) -> Update:
         """Clip the accumulated gradient once, apply and clear it; on all ranks, or on none if it is not finite."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from launcher import noise_scale
-from launcher.errors import RunError
+from launcher.errors import OutOfMemoryError, RunError
 from launcher.worker import distributed
 from launcher.worker.engine import Engine, Update
 from launcher.worker.objectives import Batch, Objective, Weight
@@ -34,29 +34,61 @@ def train_step(
 
     The loss is the sum over the whole global batch divided by its weight, so that neither unequal micro-batches nor
     unequal ranks can weigh a target more than another. A global batch without any target is left out on all ranks.
+
+    Raises OutOfMemoryError on all ranks where one of them was out of memory and none has to wait for it: nothing has
+    changed then, and the same batch may be tried again in smaller pieces.
     """
     weight = _over_ranks(share.weight, engine.device)
     if weight.weight == 0:
         return Outcome(None, weight, Update(None, None, applied=False))
     engine.set_learning_rate(learning_rate)
     engine.begin_window(len(share.micro_batches))
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    first = None
-    for micro_batch in share.micro_batches:
-        loss = _loss(engine, objective, micro_batch)
-        total += loss.detach()
-        engine.backward(loss, weight.weight)
-        del loss  # and with it what autograd still holds, before the next micro-batch needs the space
-        if measure_noise and micro_batch is share.micro_batches[0]:
-            first = engine.own_gradient_norm()
-    sums = [total.item(), *_small_gradient(first, share.micro_batches[0].weight.weight, weight.weight)]
-    loss_sum, *small, order, square = distributed.sum_over_ranks([*sums, *_fingerprint(engine.order())], engine.device)
+    passes = _Passes()
+    failure = None
+    try:
+        passes.run(engine, objective, share, weight.weight, measure_noise)
+    except (RuntimeError, MemoryError) as error:
+        if not (is_out_of_memory(error) and engine.can_abandon):
+            raise
+        failure = str(error)  # and no more of it: its traceback holds on to the activations
+    sums = [passes.loss_sum, *_small_gradient(passes.first, share.micro_batches[0].weight.weight, weight.weight)]
+    loss_sum, *small, order, square, failures = distributed.sum_over_ranks(
+        [*sums, *_fingerprint(engine.order()), failure is not None], engine.device
+    )
+    if failures:
+        engine.abandon_window()
+        raise OutOfMemoryError(failure or "another rank was out of memory")
     if dist.get_world_size() * int(square) != int(order) ** 2:
         raise RunError(_different_orders(engine.order()))
     update = engine.end_window()
     mean = loss_sum / weight.weight
     noise = _noise(update, small, weight.weight, share.num_sequences) if len(share.micro_batches) > 1 else None
     return Outcome(mean if math.isfinite(mean) else None, weight, update, noise)
+
+
+class _Passes:
+    """The forward and backward passes of a window, and what they leave."""
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.first: torch.Tensor | None = None
+        """The norm of the gradient of the first micro-batch."""
+
+    def run(self, engine: Engine, objective: Objective, share: Share, weight: float, measure_noise: bool) -> None:
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        for micro_batch in share.micro_batches:
+            loss = _loss(engine, objective, micro_batch)
+            total += loss.detach()
+            engine.backward(loss, weight)
+            del loss  # and with it what autograd still holds, before the next micro-batch needs the space
+            if measure_noise and micro_batch is share.micro_batches[0]:
+                self.first = engine.own_gradient_norm()
+        self.loss_sum = total.item()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has an error of its own for accelerators; the allocator of a CPU raises a plain one."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _fingerprint(names: list[str]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The training loop of one rank, and what it tells the world."""
 
 import json
+import logging
 import math
 import resource
 import time
@@ -16,7 +17,7 @@ from torch import nn
 from launcher import costs, decode, noise_scale, resume, traffic
 from launcher.batch import Cut
 from launcher.course import Course
-from launcher.errors import RunError
+from launcher.errors import OutOfMemoryError, RunError
 from launcher.noise_scale import Estimate
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
@@ -28,6 +29,8 @@ from launcher.worker.data import Task
 from launcher.worker.engine import Engine
 from launcher.worker.metrics import Guarded, MetricsFile, TensorBoard, WandB, now
 from launcher.worker.windows import Share, Shares, read_ahead
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """Least time between two writes of status.json while training goes on."""
@@ -108,8 +111,9 @@ class Trainer:
             steps = self.course.steps
             source = Shares(self.task.train, self.task.objective, steps, self.cut, self.rank.rank)
             shares = iter(read_ahead(source, range(number, steps.num_steps), self.config.data.num_workers))
-            # What was read ahead holds until the course of the run changes.
-            while number < steps.num_steps and steps is self.course.steps:
+            cut = self.cut
+            # What was read ahead holds until the course of the run changes, or its cut.
+            while number < steps.num_steps and steps is self.course.steps and cut is self.cut:
                 start = time.perf_counter()
                 share = next(shares)
                 yield number, share, time.perf_counter() - start
@@ -118,7 +122,7 @@ class Trainer:
     def _step(self, number: int, share: Share, data_time_s: float) -> None:
         start = time.perf_counter()
         steps, learning_rate = self.course.steps, self.course.learning_rate(number)
-        outcome = step.train_step(self.engine, self.task.objective, share, learning_rate, self.measures_noise)
+        share, outcome = self._train_step(number, share, learning_rate)
         step_time_s = time.perf_counter() - start + data_time_s
         self.longest_step_s = max(self.longest_step_s, step_time_s)
         peak_memory, stops, writes = distributed.max_over_ranks(
@@ -166,6 +170,30 @@ class Trainer:
             raise RunError(
                 f"step {number + 1}: no update could be applied, {reason} ({self.skips_in_a_row} in a row; {whole_run})"
             )
+
+    def _train_step(self, number: int, share: Share, learning_rate: float) -> tuple[Share, step.Outcome]:
+        """One update. Where a rank is out of memory, the same global batch again in smaller pieces on all ranks."""
+        while True:
+            try:
+                return share, step.train_step(
+                    self.engine, self.task.objective, share, learning_rate, self.measures_noise
+                )
+            except OutOfMemoryError as error:
+                finer = self.cut.finer()
+                if finer is None:
+                    raise
+                reason = " ".join(str(error).split())[:200]
+            self._cut_finer(finer, f"step {number + 1}: {reason}")
+            share = Shares(self.task.train, self.task.objective, self.course.steps, finer, self.rank.rank)[number]
+
+    def _cut_finer(self, finer: Cut, reason: str) -> None:
+        distributed.empty_cache(self.engine.device)
+        self.cut = finer
+        self.engine.set_accumulation_steps(finer.gradient_accumulation_steps)
+        how = f"micro-batches of {finer.micro_batch_size} x {finer.gradient_accumulation_steps} accumulation steps"
+        log.warning("%s; the run goes on with %s", reason, how)
+        if self.rank.is_first:
+            self.run_dir.write_status(micro_batch_size=finer.micro_batch_size, activity=f"out of memory: {how}")
 
     def _agreed(self, noise: Estimate | None) -> Estimate | None:
         """Rank 0's, where it decides over the batches to come: a last digit that differs must not part the ranks."""
