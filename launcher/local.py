@@ -25,8 +25,10 @@ WORKER = (sys.executable, "-m", "launcher.worker")
 
 POLL_S = 0.05
 
-LOST_A_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exited|Broken pipe", re.IGNORECASE)
-"""What gloo and NCCL say on a rank whose peer is gone."""
+LOST_A_PEER = re.compile(
+    r"Connection (reset|closed) by peer|remote process exited|Broken pipe|waited for other ranks", re.IGNORECASE
+)
+"""What gloo and NCCL say on a rank whose peer is gone, and this program on one that got no answer."""
 
 
 PARTED = "op.preamble.length <= op.nbytes"
@@ -203,6 +205,10 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
     if left and all(lost_a_peer for lost_a_peer, *_ in found):
         log = run_dir.log(left[0].number)
         return RunError(f"rank {left[0].number} failed: it ended before the run did, with exit code 0 (log: {log})")
+    silent = [rank for rank in ranks if rank.code is None and not run_dir.failure(rank.number).exists()]
+    if silent and all(lost_a_peer for lost_a_peer, *_ in found):
+        # All others wait, and this one does not even say so: it was stopped, or its machine does not answer.
+        return RunError(f"rank {silent[0].number} failed: no sign of life (log: {run_dir.log(silent[0].number)})")
     *_, first, kind, reason = min(found, key=lambda entry: entry[:2])
     if kind == "request":
         return RequestError(*reason.splitlines())

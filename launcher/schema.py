@@ -336,6 +336,8 @@ class Train:
     """Estimate the gradient noise scale where accumulation allows it."""
     noise_scale_decay: float = 0.95
     """Of the running averages behind it, a step."""
+    step_timeout: float | None = 1800.0
+    """Seconds without progress of a rank after which the run is ended; a first step and a save count too."""
     max_consecutive_skips: int = 10
     """The run fails after so many steps in a row without an update."""
 

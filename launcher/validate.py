@@ -100,6 +100,8 @@ def _check_train(config: Config) -> list[str]:
     clipping = train.gradient_clipping
     if clipping is not None and not (math.isfinite(clipping) and clipping > 0):
         faults.append(f"train.gradient_clipping={clipping}: it must be above 0; null turns clipping off")
+    if train.step_timeout is not None and not (math.isfinite(train.step_timeout) and train.step_timeout > 0):
+        faults.append(f"train.step_timeout={train.step_timeout}: it must be above 0; null turns it off")
     if not 0 <= train.noise_scale_decay < 1:
         faults.append(f"train.noise_scale_decay={train.noise_scale_decay}: it must lie in [0, 1)")
     return faults

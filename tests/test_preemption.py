@@ -1,4 +1,4 @@
-"""Whole commands that are stopped by a signal, and continued by the same command: exit codes, and that nothing is lost."""
+"""Whole commands that a signal stops, and that the same command continues: exit codes, and that nothing is lost."""
 
 import json
 import signal

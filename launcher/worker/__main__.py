@@ -60,6 +60,7 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
 
     from launcher.worker import build, data, distributed, engine, verify
     from launcher.worker.train import Trainer
+    from launcher.worker.watchdog import Watchdog
 
     engine.check_precision(values)
     build.build(build.needed(values), tell)
@@ -69,8 +70,9 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
         verify.run(config, planned["verify"], rank, run_dir, task, tell)
     else:
         tell("building the model")
-        trainer = Trainer(config, cut, values, rank, run_dir, task)
-        summary = trainer.train()
+        with Watchdog(config.train.step_timeout, lambda reason: _report(run_dir, rank, "failure", reason)) as watchdog:
+            trainer = Trainer(config, cut, values, rank, run_dir, task, watchdog)
+            summary = trainer.train()
         if rank.is_first and summary is None:
             run_dir.write_status(state=PREEMPTED, reason=trainer.stopped_by, activity=None)
         elif rank.is_first:

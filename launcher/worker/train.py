@@ -28,6 +28,7 @@ from launcher.worker.checkpoint import Saver
 from launcher.worker.data import Task
 from launcher.worker.engine import Engine
 from launcher.worker.metrics import Guarded, MetricsFile, TensorBoard, WandB, now
+from launcher.worker.watchdog import Watchdog
 from launcher.worker.windows import Share, Shares, read_ahead
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,17 @@ class Trainer:
     """One rank of one run."""
 
     def __init__(
-        self, config: Config, cut: Cut, values: dict[str, Any], rank: Rank, run_dir: RunDir, task: Task
+        self,
+        config: Config,
+        cut: Cut,
+        values: dict[str, Any],
+        rank: Rank,
+        run_dir: RunDir,
+        task: Task,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.config, self.cut, self.rank, self.run_dir, self.task = config, cut, rank, run_dir, task
+        self.watchdog = watchdog or Watchdog(None, log.error)
         self.course = Course(config, cut, len(task.train))
         model = models.build(config.model, config.seed, values, config.train.batch_norm)
         if config.activation.checkpointing is Checkpointing.FULL:
@@ -93,6 +102,7 @@ class Trainer:
     def _after_step(self) -> bool:
         """The evaluation and the checkpoint, if they are due. Returns False where the run has to stop, and is saved."""
         done, last = self.done, self.done >= self.course.steps.num_steps
+        self.watchdog.beat(f"what follows step {done}")
         due = last or _is_due(done, self.config.train.eval_every)
         if self.task.validation and due and self.evaluation.get("step") != done and self.stopped_by is None:
             self._evaluate()
@@ -120,6 +130,7 @@ class Trainer:
                 number += 1
 
     def _step(self, number: int, share: Share, data_time_s: float) -> None:
+        self.watchdog.beat(f"step {number + 1}")
         start = time.perf_counter()
         steps, learning_rate = self.course.steps, self.course.learning_rate(number)
         share, outcome = self._train_step(number, share, learning_rate)
@@ -209,6 +220,7 @@ class Trainer:
 
     def _is_to_stop(self) -> bool:
         """Between the batches of an evaluation; collective."""
+        self.watchdog.beat(f"the evaluation after step {self.done}")
         (stops,) = distributed.max_over_ranks([stop.wanted() is not None], self.engine.device)
         if stops:
             self._agree_to_stop()
@@ -244,6 +256,7 @@ class Trainer:
 
     def _save(self, wait: bool) -> None:
         """Begin a checkpoint of the steps that are done, and with ``wait`` finish it."""
+        self.watchdog.beat(f"saving step {self.done}")
         self._tell(f"saving step {self.done}")
         if self.saver.pending:
             self._finish_save()

@@ -248,7 +248,7 @@ def test_the_manifest_accounts_for_every_element_once(fp32: Any, folder: Path, c
 
 
 def main() -> None:
-    """Ranks 1, 2, 4 x ZeRO 1, 2, 3 x every accumulation of a global batch of 8, saved at one cut and resumed at others."""
+    """Ranks 1, 2, 4 x ZeRO 1, 2, 3 x every accumulation of a batch of 8, saved at one cut and resumed at others."""
     import tempfile
 
     cells = [
