@@ -119,7 +119,8 @@ def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_ha
     ours = lines(run_dir)
     for key, expected in whole.items():
         for field in ("loss", "lr", "grad_norm", "tokens", "tokens_seen", "sequences_seen", "eval_loss"):
-            assert ours[key].get(field) == pytest.approx(expected.get(field), rel=1e-6), (key, field)
+            if expected.get(field) is not None:
+                assert ours[key][field] == pytest.approx(expected[field], rel=1e-6), (key, field)
     assert run_dir.read_status()["attempt"] == 2
     assert sorted(path.name for path in (run_dir.path / "attempts" / "1").iterdir()) == [
         "config.yaml", "deepspeed.json", "plan.json",

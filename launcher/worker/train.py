@@ -106,6 +106,8 @@ class Trainer:
         due = last or _is_due(done, self.config.train.eval_every)
         if self.task.validation and due and self.evaluation.get("step") != done and self.stopped_by is None:
             self._evaluate()
+            if self.stopped_by is None:
+                self._is_to_stop()
         stops = self.stopped_by is not None
         if self.saved != done and (last or stops or _is_due(done, self.config.checkpoint.every)):
             self._save(wait=last or stops)
@@ -326,7 +328,8 @@ class Trainer:
 
     def _heartbeat(self) -> None:
         is_due = time.monotonic() - self.last_heartbeat > HEARTBEAT_S
-        if self.rank.is_first and (is_due or self.done == self.course.steps.num_steps):
+        ends = self.done == self.course.steps.num_steps or self.stopped_by is not None
+        if self.rank.is_first and (is_due or ends):
             self.last_heartbeat = time.monotonic()
             self.run_dir.write_status(step=self.done, num_steps=self.course.steps.num_steps, activity=None)
 

@@ -42,14 +42,19 @@ def configure(cell: Cell) -> Config:
     return replace(
         runs.BASE,
         model=Call("tests.worker.test_checkpoint.PartlyFrozen"),
-        zero=replace(runs.BASE.zero, stage=cell.stage),
+        zero=replace(
+            runs.BASE.zero,
+            stage=cell.stage,
+            reduce_scatter=cell.optimizer is not OptimizerType.MUON or cell.stage < 3,
+        ),
         batch=Batch(train_batch_size=8, gradient_accumulation_steps=cell.accumulation),
         cluster=replace(runs.BASE.cluster, ranks_per_node=cell.ranks),
         lr_schedule=LrSchedule(type=LrScheduleType.CONSTANT),
         optimizer=replace(runs.BASE.optimizer, type=cell.optimizer),
         precision=replace(runs.BASE.precision, dtype=cell.dtype),
         offload=replace(runs.BASE.offload, optimizer=cell.offload),
-        train=Train(max_steps=20),
+        # DeepSpeed would clip what Muon has made of the gradient.
+        train=Train(max_steps=20, gradient_clipping=None if cell.optimizer is OptimizerType.MUON else 1.0),
     )
 
 
@@ -213,7 +218,7 @@ def fp32(folder: Path) -> tuple[dict[Any, Any], dict[Any, Any]]:
 def test_training_goes_on_at_another_cut_as_if_it_had_never_stopped(fp32: Any, pair: tuple[Cell, Cell]) -> None:
     saved, others = fp32
     whole = saved[pair[0]]
-    assert runs.relative_error(whole["saved"], whole["weights"]) > 1e-3, "the steps have to move the weights"
+    assert runs.relative_error(whole["saved"], whole["weights"]) > 1e-4, "the steps have to move the weights"
     for name, error in errors(others[pair], whole).items():
         assert error <= BOUND, name
 
