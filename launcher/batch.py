@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from launcher import batch_schedule
 from launcher.errors import RequestError
-from launcher.schema import Batch, BatchSchedule
+from launcher.schema import Batch, BatchSchedule, MicroBatch
 
 CONSTANT = BatchSchedule()
 
@@ -59,7 +59,8 @@ def solve(
     the other; with neither, the micro-batch is the largest exact one not above ``max_micro_batch_size_per_gpu``; with
     both, all three must agree, or ``train_batch_size`` must be null.
 
-    The micro-batch cuts every batch of ``schedule`` (which ``batch_schedule.check`` accepts), not only the last.
+    The micro-batch cuts every batch of ``schedule`` (which ``batch_schedule.check`` accepts), not only the last. Where
+    it is to be found by trying (auto), the cut has the smallest.
 
     Raises RequestError with the nearest values that work.
     """
@@ -73,11 +74,18 @@ def solve(
     faults = [
         f"batch.{key}={value}: it must be at least 1"
         for key, value in positive.items()
-        if value is not None and value < 1
+        if isinstance(value, int) and value < 1
     ]
     if faults:
         raise RequestError(*faults)
     micro, accumulation = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
+    if isinstance(micro, MicroBatch):
+        if accumulation is not None:
+            raise RequestError(
+                f"batch.train_micro_batch_size_per_gpu=auto: batch.gradient_accumulation_steps={accumulation} leaves "
+                "no choice; set one of them to null"
+            )
+        micro = 1
     size, name, unit = _global_batch(batch, sequence_length, data_parallel_size)
     if size is None:
         if micro is None or accumulation is None:
@@ -113,6 +121,31 @@ def solve(
     parts = f"micro-batches of {micro} over {_ranks(data_parallel_size)}"
     batch_schedule.sizes(schedule, size, micro * data_parallel_size, parts)
     return Cut(size, micro, size // (micro * data_parallel_size), data_parallel_size)
+
+
+def solve_for_fewer(batch: Batch, most: int, sequence_length: int | None, schedule: BatchSchedule = CONSTANT) -> Cut:
+    """The cut over as many data-parallel ranks as can share the batch exactly, at most ``most``.
+
+    Raises RequestError, as ``solve`` does for ``most``, where not even one rank can have it.
+    """
+    refusal = None
+    for ranks in range(most, 0, -1):
+        try:
+            return solve(batch, ranks, sequence_length, schedule)
+        except RequestError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def micro_batch_sizes(
+    batch: Batch, data_parallel_size: int, sequence_length: int | None, schedule: BatchSchedule = CONSTANT
+) -> list[int]:
+    """All micro-batches that cut every batch exactly, smallest first, where ``solve`` has found one."""
+    size, *_ = _global_batch(batch, sequence_length, data_parallel_size)
+    assert size is not None
+    share = math.gcd(*batch_schedule.sizes(schedule, size, data_parallel_size)) // data_parallel_size
+    return [micro for micro in range(1, share + 1) if share % micro == 0]
 
 
 def _global_batch(batch: Batch, sequence_length: int | None, ranks: int) -> tuple[int | None, str, int]:

@@ -26,6 +26,18 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
     return _gpus_of_the_driver()
 
 
+def kinds(environment: Mapping[str, str] = os.environ) -> str:
+    """The kinds of the visible devices and their memory, as the driver words them; or what memory this machine has."""
+    if visible_gpus(environment):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        if chosen := environment.get("CUDA_VISIBLE_DEVICES"):
+            query += ["-i", chosen]
+        answer = subprocess.run(query, check=False, capture_output=True, text=True, timeout=60)
+        return " + ".join(sorted(set(answer.stdout.splitlines())))
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"CPU, {gib:.0f} GiB"
+
+
 def _gpus_of_the_driver() -> int:
     try:
         answer = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True, timeout=60)

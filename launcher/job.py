@@ -1,19 +1,21 @@
 """One run from its composed configuration to its end: prepared, shown, or started."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from launcher import decode, nodes, plan, resume, rundir, salvage
+from launcher import decode, micro_batch, nodes, plan, resume, rundir, salvage
 from launcher.compose import Composed
-from launcher.errors import RequestError, RunError
+from launcher.errors import OutOfMemoryError, RequestError, RunError
 from launcher.output import say
 from launcher.plan import Plan
 from launcher.resume import Origin
 from launcher.rundir import RunDir
-from launcher.schema import Config, Mode
+from launcher.schema import Config, MicroBatch, Mode
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,106 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     run_dir = RunDir.create(job.run_dir, _may_continue(job.config))
     try:
         say(f"run directory {run_dir.path}")
-        run_dir.write_status(attempt=run_dir.begin_attempt())
-        if job.origin is not None:
-            say("; ".join([resume.describe(job.origin), *job.origin.notes]))
-        run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan)})
         if job.config.mode is Mode.VERIFY:
+            _begin_attempt(job, run_dir)
+            _freeze(job, run_dir)
             # One rank first: it computes the whole batch, which the others are held against.
             local.run(job.config, sorted({1, job.plan.num_ranks}), None, run_dir, worker)
             _judge(job.config, run_dir)
         else:
-            local.run(job.config, [job.plan.num_ranks], job.plan.num_steps, run_dir, worker)
+            _train(job, run_dir, worker)
             progress.print_summary(run_dir)
         return run_dir
     finally:
         run_dir.release()
+
+
+def _begin_attempt(job: Job, run_dir: RunDir) -> None:
+    run_dir.write_status(attempt=run_dir.begin_attempt())
+    if (wanted := plan.num_ranks(job.config)) != job.plan.num_ranks:
+        say(f"{job.plan.num_ranks} of {wanted} ranks are used (cluster.allow_fewer_ranks)")
+    if job.origin is not None:
+        say("; ".join([resume.describe(job.origin), *job.origin.notes]))
+
+
+def _freeze(job: Job, run_dir: RunDir, **facts: Any) -> None:
+    """What the ranks go by; ``facts`` are added to the plan."""
+    run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan, **facts)})
+
+
+def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
+    """To the end; where ranks were out of memory and could not cut finer by themselves, anew from the last checkpoint
+    with smaller micro-batches."""
+    from launcher import local
+
+    while True:
+        _begin_attempt(job, run_dir)
+        if job.config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO:
+            job = _fitted(job, run_dir, worker)
+        _freeze(job, run_dir)
+        try:
+            local.run(job.config, [job.plan.num_ranks], job.plan.num_steps, run_dir, worker)
+            return
+        except OutOfMemoryError as error:
+            finer = _finer(job)
+            if finer is None:
+                local.fail(run_dir, error)
+                raise
+            batch = finer.config.batch.train_micro_batch_size_per_gpu
+            say(f"{error}; the run goes on with batch.train_micro_batch_size_per_gpu={batch}")
+            job = finer
+
+
+def _finer(job: Job) -> Job | None:
+    """The same steps in smaller micro-batches, from the newest checkpoint; None where they are of one sequence."""
+    cut = job.plan.cut.finer()
+    if cut is None:
+        return None
+    # Also where an earlier run's checkpoints were not wanted, it goes on from its own.
+    own = dataclasses.replace(job.config.checkpoint, resume=resume.AUTO)
+    config = dataclasses.replace(job.config, checkpoint=own)
+    finer = _with_micro_batches(dataclasses.replace(job, config=config), cut.micro_batch_size)
+    return dataclasses.replace(finer, origin=resume.origin(config, job.run_dir))
+
+
+def _with_micro_batches(job: Job, size: int) -> Job:
+    """The same steps cut into micro-batches of ``size``."""
+    by_tokens = job.config.batch.train_batch_tokens is not None
+    batch = dataclasses.replace(
+        job.config.batch,
+        train_batch_size=None if by_tokens else job.plan.cut.train_batch_size,
+        train_micro_batch_size_per_gpu=size,
+        gradient_accumulation_steps=None,
+    )
+    config = dataclasses.replace(job.config, batch=batch)
+    return dataclasses.replace(job, config=config, plan=plan.make(config))
+
+
+def _fitted(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> Job:
+    """The same steps in the largest micro-batches that fit, which ranks of their own try out; remembered."""
+    from launcher import local
+
+    config, sizes = job.config, plan.micro_batch_sizes(job.config, job.plan.cut)
+    key = micro_batch.key(config, job.plan.num_ranks)
+    size = micro_batch.remembered(key, sizes)
+    if size is None:
+
+        def trial(tried: Sequence[int]) -> int | None:
+            run_dir.write_status(micro_batch_size=None)
+            _freeze(job, run_dir, micro_batch_sizes=list(tried))
+            with contextlib.suppress(OutOfMemoryError):
+                local.run(config, [job.plan.num_ranks], None, run_dir, worker, is_all=False)
+            found = run_dir.read_status()["micro_batch_size"]
+            return None if found is None else int(found)
+
+        size = micro_batch.largest(sizes, trial)
+        if size is None:
+            error = RunError("a micro-batch of one sequence does not fit into memory")
+            local.fail(run_dir, error)
+            raise error
+        micro_batch.remember(key, size)
+    say(f"batch.train_micro_batch_size_per_gpu=auto: {size}, of {', '.join(map(str, sizes))}")
+    return _with_micro_batches(job, size)
 
 
 def _judge(config: Config, run_dir: RunDir) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 
 from launcher import devices, guard
-from launcher.errors import RequestError, RunError, RunInterruptedError, RunPreemptedError
+from launcher.errors import OutOfMemoryError, RequestError, RunError, RunInterruptedError, RunPreemptedError
 from launcher.progress import Progress
 from launcher.ranks import STORE_FD
-from launcher.rundir import PREEMPTED, RunDir
+from launcher.rundir import FAILURE, MEMORY, PREEMPTED, REQUEST, RunDir
 from launcher.schema import Config, Mode
 
 WORKER = (sys.executable, "-m", "launcher.worker")
@@ -26,9 +26,10 @@ WORKER = (sys.executable, "-m", "launcher.worker")
 POLL_S = 0.05
 
 LOST_A_PEER = re.compile(
-    r"Connection (reset|closed) by peer|remote process exited|Broken pipe|waited for other ranks", re.IGNORECASE
+    r"Connection (reset|closed) by peer|remote process exited|Broken pipe|waited for other ranks|another rank was",
+    re.IGNORECASE,
 )
-"""What gloo and NCCL say on a rank whose peer is gone, and this program on one that got no answer."""
+"""What gloo and NCCL say on a rank whose peer is gone, and this program on one that got no answer or fails with it."""
 
 
 PARTED = "op.preamble.length <= op.nbytes"
@@ -41,12 +42,15 @@ def run(
     num_steps: int | None,
     run_dir: RunDir,
     worker: Sequence[str] | None = None,
+    *,
+    is_all: bool = True,
 ) -> None:
     """Do what is frozen in ``run_dir``: start groups of so many ranks, one group after another, show how they get on,
-    and return when all are done.
+    and return when all are done; with ``is_all`` the run is completed then.
 
-    Raises RunError naming the first rank that failed, RequestError where that rank found the request wrong,
-    RunPreemptedError where a signal stopped the run after it was saved, and RunInterruptedError where it could not be.
+    Raises RunError naming the first rank that failed, OutOfMemoryError where smaller micro-batches may do (it is the
+    caller's to try them, or to call ``fail``), RequestError where that rank found the request wrong, RunPreemptedError
+    where a signal stopped the run after it was saved, and RunInterruptedError where it could not be.
     No process of the run is left then.
     """
     run_dir.write_status(state="running", step=run_dir.last_step(), num_steps=num_steps, reason=None)
@@ -55,13 +59,19 @@ def run(
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
             for num_ranks in groups:
                 _supervise(num_ranks, run_dir, worker or WORKER, progress, caught, may_stop=config.mode is Mode.TRAIN)
-    except RunPreemptedError:
+    except (RunPreemptedError, OutOfMemoryError):
         raise
     except BaseException as error:
-        reason = str(error) or type(error).__name__
-        run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
+        fail(run_dir, error)
         raise
-    run_dir.write_status(state="completed", activity=None)
+    if is_all:
+        run_dir.write_status(state="completed", activity=None)
+
+
+def fail(run_dir: RunDir, error: BaseException) -> None:
+    """Write that the run has failed, and why."""
+    reason = str(error) or type(error).__name__
+    run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
 
 
 @dataclass
@@ -200,7 +210,7 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
             assert rank.code is not None
             assert rank.seen_dead is not None
             when = rank.seen_dead if -rank.code == signal.SIGABRT else rank.seen_alive
-            found.append((False, when, rank, "failure", _end_of(rank.code, run_dir.log(rank.number))))
+            found.append((False, when, rank, FAILURE, _end_of(rank.code, run_dir.log(rank.number))))
     left = [rank for rank in ranks if rank.code == 0]
     if left and all(lost_a_peer for lost_a_peer, *_ in found):
         log = run_dir.log(left[0].number)
@@ -210,9 +220,10 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
         # All others wait, and this one does not even say so: it was stopped, or its machine does not answer.
         return RunError(f"rank {silent[0].number} failed: no sign of life (log: {run_dir.log(silent[0].number)})")
     *_, first, kind, reason = min(found, key=lambda entry: entry[:2])
-    if kind == "request":
+    if kind == REQUEST:
         return RequestError(*reason.splitlines())
-    return RunError(f"rank {first.number} failed: {reason} (log: {run_dir.log(first.number)})")
+    error = OutOfMemoryError if kind == MEMORY else RunError
+    return error(f"rank {first.number} failed: {reason} (log: {run_dir.log(first.number)})")
 
 
 def _failure(path: Path) -> Mapping[str, object] | None:

@@ -30,7 +30,7 @@ from launcher.deepspeed_json import DeepSpeedJSON
 from launcher.errors import RequestError
 from launcher.genome import Genome
 from launcher.lr import Rates
-from launcher.schema import Config, Count, CustomData, Data, Device, Mode, Scaling, Tail
+from launcher.schema import Config, Count, CustomData, Data, Device, MicroBatch, Mode, Scaling, Tail
 from launcher.steps import Steps
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def make(config: Config) -> Plan:
 
     ranks = attempt(num_ranks, config)
     schedule = CONSTANT if schedule_faults else config.batch_schedule
-    cut = attempt(batch.solve, config.batch, ranks, length, schedule) if ranks is not None and ranks > 0 else None
+    solve = batch.solve_for_fewer if config.cluster.allow_fewer_ranks else batch.solve
+    cut = attempt(solve, config.batch, ranks, length, schedule) if ranks is not None and ranks > 0 else None
     read: Genome | None = None
     if isinstance(config.data, Data):
         data_faults = genome.check(config.data)
@@ -284,6 +285,17 @@ def _segments(plan: Plan, run: Steps | None) -> list[dict[str, int | None]]:
 
 def _warnings(plan: Plan, run: Steps | None) -> list[str]:
     lines = lr.warnings(plan.config, plan.cut.train_batch_size)
+    if (wanted := num_ranks(plan.config)) != plan.num_ranks:
+        lines.append(
+            f"cluster.allow_fewer_ranks=true: the global batch of {plan.cut.train_batch_size} cannot be cut over "
+            f"{wanted} ranks; {plan.num_ranks} of them are used"
+        )
+    if plan.config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO:
+        sizes = ", ".join(map(str, micro_batch_sizes(plan.config, plan.cut)))
+        lines.append(
+            f"batch.train_micro_batch_size_per_gpu=auto: the job finds the largest of {sizes} that fits into memory; "
+            "shown with the smallest"
+        )
     if run is not None and run.segments[-1].first_step >= run.num_steps:
         reached = run.batch_size(run.num_steps - 1)
         lines.append(
@@ -294,10 +306,16 @@ def _warnings(plan: Plan, run: Steps | None) -> list[str]:
     return lines
 
 
-def files(plan: Plan) -> dict[str, str]:
-    """The files of the run directory that state the plan, by name."""
+def micro_batch_sizes(config: Config, cut: Cut) -> list[int]:
+    """All micro-batches that the batches of a run can be cut into, smallest first."""
+    ranks, length = cut.data_parallel_size, sequence_length(config)
+    return batch.micro_batch_sizes(config.batch, ranks, length, config.batch_schedule)
+
+
+def files(plan: Plan, **facts: Any) -> dict[str, str]:
+    """The files of the run directory that state the plan, by name; ``facts`` are added to it."""
     return {
-        "plan.json": json.dumps(summary(plan), indent=2) + "\n",
+        "plan.json": json.dumps({**summary(plan), **facts}, indent=2) + "\n",
         "deepspeed.json": json.dumps(plan.deepspeed.values, indent=2) + "\n",
     }
 

@@ -13,6 +13,9 @@ from launcher.errors import RequestError
 
 KEY = "hydra.run.dir"
 PREEMPTED = "preempted"
+REQUEST, MEMORY, FAILURE = "request", "memory", "failure"
+"""Why a rank ended, as it notes it: what was asked for cannot be, a micro-batch was too large, or anything else."""
+
 ATTEMPT_FILES = ("config.yaml", "plan.json", "deepspeed.json", "submit.sbatch")
 """What describes an attempt, and is put aside when the next one begins."""
 

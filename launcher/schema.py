@@ -123,6 +123,11 @@ class ClusterType(str, Enum):
     LOCAL = "local"
 
 
+class MicroBatch(str, Enum):
+    AUTO = "auto"
+    """The largest that fits."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """The global batch and how it is cut: train_batch_size = micro x accumulation x data-parallel size, exactly."""
@@ -131,7 +136,8 @@ class Batch:
     """Sequences in one optimizer step, over all ranks."""
     train_batch_tokens: int | None = None
     """The same in bases (sequences x data.sequence_length); takes the place of train_batch_size=null."""
-    train_micro_batch_size_per_gpu: int | None = None
+    train_micro_batch_size_per_gpu: int | MicroBatch | None = None
+    """auto: the largest that fits into memory, which is tried out before the run."""
     gradient_accumulation_steps: int | None = None
     max_micro_batch_size_per_gpu: int = 1
     """Where the micro-batch is left to the program, it is at most this."""
@@ -374,6 +380,8 @@ class Cluster:
     nodes: int = 1
     ranks_per_node: int | None = None
     """null: one for each visible GPU, or one on a machine without."""
+    allow_fewer_ranks: bool = False
+    """Where the global batch cannot be cut over the ranks there are: leave out as few of them as it takes."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ FLOORS = [
         "course",
         "costs",
     },
-    {"local", "resume"},
+    {"local", "resume", "micro_batch"},
     {"compose", "job", "sweep", "__main__"},
 ]
 """From the ground up. A module imports from floors below its own, and from its own only where no circle arises."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from launcher import decode, ranks, rundir
 from launcher.batch import Cut
-from launcher.errors import EXIT_FAILED, EXIT_REFUSED, RequestError
-from launcher.rundir import PREEMPTED, RunDir
+from launcher.errors import EXIT_FAILED, EXIT_REFUSED, OutOfMemoryError, RequestError
+from launcher.rundir import FAILURE, MEMORY, PREEMPTED, REQUEST, RunDir
 from launcher.schema import Mode
 from launcher.worker import stop
 
@@ -27,12 +27,12 @@ def main() -> int:
     try:
         run(run_dir, rank)
     except RequestError as error:
-        _report(run_dir, rank, "request", str(error))
+        _report(run_dir, rank, REQUEST, str(error))
         return _leave(EXIT_REFUSED)
     except BaseException as error:  # whatever it is, the launcher must learn which rank failed first, and why
         traceback.print_exc()
         message = " ".join(str(error).split())
-        _report(run_dir, rank, "failure", f"{type(error).__name__}: {message[:LONGEST]}")
+        _report(run_dir, rank, _kind(error), f"{type(error).__name__}: {message[:LONGEST]}")
         return _leave(EXIT_FAILED)
     return 0
 
@@ -48,7 +48,8 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
             f"the run was planned for {cut.data_parallel_size} ranks, but {rank.world_size} were started"
         )
 
-    if config.mode is Mode.TRAIN:
+    tried = planned.get("micro_batch_sizes")
+    if config.mode is Mode.TRAIN and tried is None:
         stop.listen()
 
     def tell(activity: str | None) -> None:
@@ -58,7 +59,7 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
     tell("loading torch and DeepSpeed")
     import torch.distributed as dist
 
-    from launcher.worker import build, data, distributed, engine, verify
+    from launcher.worker import build, data, distributed, engine, fit, verify
     from launcher.worker.train import Trainer
     from launcher.worker.watchdog import Watchdog
 
@@ -68,9 +69,11 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
     distributed.start(rank)
     if config.mode is Mode.VERIFY:
         verify.run(config, planned["verify"], rank, run_dir, task, tell)
+    elif tried is not None:
+        fit.run(config, cut, values, tried, rank, run_dir, task, tell)
     else:
         tell("building the model")
-        with Watchdog(config.train.step_timeout, lambda reason: _report(run_dir, rank, "failure", reason)) as watchdog:
+        with Watchdog(config.train.step_timeout, lambda reason: _report(run_dir, rank, FAILURE, reason)) as watchdog:
             trainer = Trainer(config, cut, values, rank, run_dir, task, watchdog)
             summary = trainer.train()
         if rank.is_first and summary is None:
@@ -85,6 +88,15 @@ def _report(run_dir: RunDir, rank: ranks.Rank, kind: str, reason: str) -> None:
     """Leave word of a failure for the launcher, which tells the first of them."""
     failure = {"rank": rank.rank, "time": time.time(), "kind": kind, "reason": reason}
     rundir.write_text(run_dir.failure(rank.rank), json.dumps(failure))
+
+
+def _kind(error: BaseException) -> str:
+    """A run that was out of memory may do with smaller micro-batches; any other failure stands."""
+    if "torch" not in sys.modules:
+        return FAILURE
+    from launcher.worker import step
+
+    return MEMORY if isinstance(error, OutOfMemoryError) or step.is_out_of_memory(error) else FAILURE
 
 
 def _leave(code: int) -> int:

@@ -56,8 +56,10 @@ class Engine:
         # DeepSpeed measures what Muon has made of the gradients, which is not their norm.
         self._measures_gradients = optimizer.type is not OptimizerType.MUON
         self._clipping = float(values["gradient_clipping"])
-        # Below stage 2 DeepSpeed communicates once a window by itself.
         self._coalesces = sync is Sync.ONCE_PER_WINDOW and self._stage >= 2
+        # Below stage 2 gradients are reduced after the passes of a window, so that a rank may fail in one of them
+        # without leaving the others waiting; unless they are to be reduced during the last of them.
+        self._reduces_at_end = self._stage < 2 and not getattr(self.deepspeed.optimizer, "overlap_comm", False)
         self._window = ExitStack()
         self._micro_batches_left = 0
         self._order: list[int] = []
@@ -168,13 +170,14 @@ class Engine:
                 parameter.data = data
 
     def _set_boundary(self) -> None:
-        """Tell DeepSpeed, which counts for itself otherwise, whether the next backward pass is the window's last."""
-        self.deepspeed.set_gradient_accumulation_boundary(self._micro_batches_left <= 1)
+        """Tell DeepSpeed, which counts for itself otherwise, whether to reduce with the next backward pass."""
+        last = self._micro_batches_left <= 1 and not self._reduces_at_end
+        self.deepspeed.set_gradient_accumulation_boundary(last)
 
     @property
     def can_abandon(self) -> bool:
         """Nothing is communicated before the window ends: a rank may fail in it without leaving the others waiting."""
-        return self._stage < 3 and (self._stage < 2 or self._coalesces)
+        return self._reduces_at_end or (self._coalesces and self._stage == 2)
 
     def abandon_window(self) -> None:
         """Throw away what the window has summed up so far, on all ranks together, as if it had not begun."""
@@ -217,7 +220,9 @@ class Engine:
         if self._coalesces:
             self._complete_gradients()
         self._window.close()  # gradients that were summed here are reduced now
-        self._set_boundary()
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        if self._reduces_at_end:
+            self.deepspeed.allreduce_gradients()
         norm = None
         if self._plain:
             gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]

@@ -1,0 +1,61 @@
+"""The search for the largest micro-batch that fits, on sizes of which it is known."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher import micro_batch
+from launcher.schema import Accumulation, Batch, Config, Data, Sync, Train, Zero
+
+CONFIG = Config(data=Data("genome.fa"))
+
+
+def trial_of(limit: int, tried: list[list[int]]) -> micro_batch.Trial:
+    def trial(sizes: Sequence[int]) -> int | None:
+        tried.append(list(sizes))
+        return max((size for size in sizes if size <= limit), default=None)
+
+    return trial
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 4, 8, 16], [1, 2, 3, 5, 6, 10, 15, 30], [1, 7], list(range(1, 40))])
+def test_the_largest_size_that_fits_is_found_whatever_fits(sizes: list[int]) -> None:
+    for limit in range(45):
+        fitting = [size for size in sizes if size <= limit]
+        assert micro_batch.largest(sizes, trial_of(limit, [])) == (fitting[-1] if fitting else None)
+
+
+def test_sizes_are_doubled_in_one_trial_and_then_halved() -> None:
+    tried: list[list[int]] = []
+    assert micro_batch.largest([1, 2, 3, 4, 6, 8, 12, 24], trial_of(11, tried)) == 8
+    assert tried == [[1, 2, 4, 8, 24], [12]]
+
+
+def test_a_size_is_remembered_for_what_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = micro_batch.key(CONFIG, 2)
+    assert micro_batch.remembered(key, [1, 2, 4]) is None
+    micro_batch.remember(key, 4)
+    assert micro_batch.remembered(key, [1, 2, 4]) == 4
+    assert micro_batch.remembered(key, [1, 2]) is None, "the batch cannot be cut so any more"
+    same = replace(CONFIG, batch=Batch(64), train=Train(max_steps=9), name="another")
+    assert micro_batch.key(same, 2) == key
+    assert isinstance(CONFIG.data, Data)
+    for other in (
+        replace(CONFIG, zero=Zero(stage=3)),
+        replace(CONFIG, accumulation=Accumulation(sync=Sync.ONCE_PER_WINDOW)),
+        replace(CONFIG, data=replace(CONFIG.data, sequence_length=99)),
+    ):
+        assert micro_batch.key(other, 2) != key
+    assert micro_batch.key(CONFIG, 4) != key
+
+
+def test_without_a_cache_folder_nothing_is_remembered_and_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    micro_batch.remember("key", 4)
+    assert micro_batch.remembered("key", [4]) is None

@@ -1,0 +1,131 @@
+"""Whole commands whose ranks are out of memory: the same steps in smaller micro-batches, by themselves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.rundir import RunDir
+
+pytestmark = pytest.mark.ranks
+
+NETS = """
+import os
+import torch
+import torch.nn.functional as F
+
+class Net(torch.nn.Module):
+    '''Is out of memory on one rank, from one of its passes on, where a micro-batch has more than so many sequences.'''
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 32)
+        self.mix = torch.nn.Conv1d(32, 64, kernel_size=4)
+        self.head = torch.nn.Linear(64, 17)
+        self.passes = 0
+
+    def forward(self, tokens):
+        self.passes += 1
+        rank, number, most = os.environ.get("LIMIT", "9:0:0").split(":")
+        if os.environ["RANK"] == rank and self.passes >= int(number) and len(tokens) > int(most):
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
+        return self.head(torch.tanh(self.mix(embedded)).transpose(1, 2))
+"""
+
+COMMAND = (
+    "+experiment=dna_8k data=lambda data.sequence_length=128 data.num_workers=0 --config-dir conf model=net "
+    "batch.train_batch_size=16 cluster.ranks_per_node=2 train.max_steps=5 train.eval_every=null checkpoint.every=2 "
+    "optimizer.lr=1e-3 lr_schedule.warmup_steps=2 logging=none "
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "nets.py").write_text(NETS)
+    (folder / "conf" / "model").mkdir(parents=True)
+    (folder / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
+    return folder
+
+
+def launch(folder: Path, name: str, words: str, limit: str = "9:0:0") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *(COMMAND + words).split(), f"hydra.run.dir={name}"],
+        cwd=folder,
+        env={**os.environ, "LIMIT": limit, "XDG_CACHE_HOME": str(folder / "cache")},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    """By step; the last line of a step counts."""
+    found = {line["step"]: line["loss"] for line in map(json.loads, run_dir.metrics.read_text().splitlines())
+             if line["kind"] == "train"}  # fmt: skip
+    return [found[step] for step in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[float]:
+    done = launch(folder, "whole", "batch.train_micro_batch_size_per_gpu=4 zero=stage3")
+    assert done.returncode == 0, done.stderr
+    return losses(RunDir(folder / "whole"))
+
+
+@pytest.mark.parametrize("stage", ["stage2", "stage3"])
+def test_where_ranks_cannot_cut_finer_together_the_run_is_started_anew_with_smaller_micro_batches(
+    folder: Path, whole: list[float], stage: str
+) -> None:
+    """Rank 1 fails in the first pass of its fourth step, when the second is saved."""
+    done = launch(folder, stage, f"batch.train_micro_batch_size_per_gpu=4 zero={stage}", "1:7:2")
+    assert done.returncode == 0, done.stderr
+    run_dir = RunDir(folder / stage)
+    assert "rank 1 failed: OutOfMemoryError: tried to allocate too much" in done.stdout
+    assert "the run goes on with batch.train_micro_batch_size_per_gpu=2" in done.stdout
+    assert f"going on from {run_dir.checkpoints}/step_00000002, after step 2" in done.stdout
+    train = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["kind"] == "train"]
+    assert [(line["attempt"], line["step"], line["micro_batch_size"]) for line in train] == [
+        (1, 1, 4), (1, 2, 4), (1, 3, 4), (2, 3, 2), (2, 4, 2), (2, 5, 2),
+    ]  # fmt: skip
+    assert losses(run_dir) == pytest.approx(whole, rel=1e-6)
+    status = run_dir.read_status()
+    assert (status["state"], status["attempt"]) == ("completed", 2)
+
+
+def test_a_sequence_that_does_not_fit_fails_the_run_with_the_reason(folder: Path) -> None:
+    done = launch(folder, "hopeless", "batch.train_micro_batch_size_per_gpu=1 zero=stage3", "1:1:0")
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 1 failed: OutOfMemoryError: tried to allocate too much")
+    assert RunDir(folder / "hopeless").read_status()["state"] == "failed"
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage3"])
+def test_auto_finds_the_largest_micro_batch_that_fits_and_remembers_it(
+    folder: Path, whole: list[float], stage: str
+) -> None:
+    """Of 1, 2, 4 and 8; 5 would fit."""
+    words = f"batch.train_micro_batch_size_per_gpu=auto zero={stage}"
+    first = launch(folder, f"auto_{stage}", words, "1:1:5")
+    assert first.returncode == 0, first.stderr
+    assert "batch.train_micro_batch_size_per_gpu=auto: 4, of 1, 2, 4, 8" in first.stdout
+    run_dir = RunDir(folder / f"auto_{stage}")
+    assert losses(run_dir) == pytest.approx(whole, rel=1e-6)
+    planned = json.loads(run_dir.deepspeed.read_text())
+    assert (planned["train_micro_batch_size_per_gpu"], planned["gradient_accumulation_steps"]) == (4, 2)
+    assert run_dir.read_status()["attempt"] == 1
+    second = launch(folder, f"again_{stage}", words + " train.max_steps=2", "1:1:5")
+    assert second.returncode == 0, second.stderr
+    assert "auto: 4" in second.stdout
+    assert "trying" not in second.stdout
+
+
+def test_auto_says_so_where_no_micro_batch_fits(folder: Path) -> None:
+    done = launch(folder, "none", "batch.train_micro_batch_size_per_gpu=auto zero=stage2", "0:1:0")
+    assert (done.returncode, done.stderr) == (1, "a micro-batch of one sequence does not fit into memory\n")
+    assert RunDir(folder / "none").read_status()["state"] == "failed"
