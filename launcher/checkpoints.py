@@ -135,15 +135,18 @@ def complete(aside: Path, manifest: dict[str, Any]) -> Path:
 
 
 def prune(folder: Path, keep: int | None, keep_every: int | None) -> None:
-    """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every``-th step, and debris."""
+    """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every``-th step, and debris.
+
+    Only between saves: what is being written would be taken for debris.
+    """
     paths = found(folder)
     for path in paths[keep:] if keep is not None else []:
         step = int(path.name.removeprefix("step_"))
         if keep_every is None or step % keep_every:
             # Under another name first: what is half removed must not look like a checkpoint.
-            gone = path.with_name(f".{path.name}.old")
-            path.rename(gone)
-            shutil.rmtree(gone)
+            path.rename(path.with_name(f".{path.name}.old"))
+    for debris in [*folder.glob(f"step_*{PARTIAL}"), *folder.glob(".step_*.old")]:
+        shutil.rmtree(debris)
 
 
 def _sync(folder: Path) -> None:

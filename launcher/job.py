@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import decode, micro_batch, nodes, plan, resume, rundir, salvage
+from launcher import checkpoints, decode, micro_batch, nodes, plan, resume, rundir, salvage
 from launcher.compose import Composed
 from launcher.errors import OutOfMemoryError, RequestError, RunError
 from launcher.output import say
@@ -68,13 +68,15 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     """
     from launcher import local, progress  # not needed to plan, which has to be quick
 
-    if job.origin is not None and resume.is_done(job.config, job.origin):
-        run_dir = RunDir(job.run_dir)
-        say(f"this run is done: {job.origin.folder} is its last step")
-        progress.print_summary(run_dir)
-        return run_dir
     run_dir = RunDir.create(job.run_dir, _may_continue(job.config))
     try:
+        if job.origin is not None and resume.is_done(job.config, job.origin):
+            say(f"this run is done: {job.origin.folder} is its last step")
+            if run_dir.read_status().get("state") != "completed":  # it was killed after its last checkpoint
+                rundir.write_text(run_dir.checkpoints / checkpoints.LATEST, job.origin.folder.name + "\n")
+                run_dir.write_status(state="completed", step=run_dir.last_step(), reason=None, activity=None)
+            progress.print_summary(run_dir)
+            return run_dir
         say(f"run directory {run_dir.path}")
         if job.config.mode is Mode.VERIFY:
             _begin_attempt(job, run_dir)

@@ -1,6 +1,5 @@
 """What the launcher shows of a run while its ranks work: read from the files that rank 0 writes."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -8,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from launcher.output import say
-from launcher.rundir import RunDir
+from launcher.rundir import RunDir, parse
 from launcher.schema import Config
 
 INTERVAL_S = 0.2
@@ -58,6 +57,10 @@ class Progress:
                 self._display.evaluation(record)
             elif record["kind"] == "train":
                 self._display.step(record, self._num_steps, self._pace.left(record, self._num_steps))
+            elif record["kind"] == "resume":
+                self._display.activity(record["origin"])
+            elif record["kind"] == "checkpoint" and record["fault"] is not None:
+                self._display.activity(f"step {record['step']} could not be saved ({record['fault']}); the run goes on")
 
     def _new_records(self) -> Iterator[Record]:
         """The whole lines that were appended since the last call."""
@@ -69,7 +72,8 @@ class Progress:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                if (record := parse(line)) is not None:
+                    yield record
 
 
 class Pace:

@@ -63,7 +63,9 @@ def origin(config: Config, run_dir: Path) -> Origin | None:
     if wish == REQUIRED or notes:
         where = "; ".join([f"{directory.checkpoints} holds no checkpoint that can be used", *notes])
         raise RequestError(f"{WISH}={wish}: {where}; give another {KEY}, or {WISH}=never and a new one")
-    return Origin(run_dir, None, []) if directory.holds_a_run() else None
+    # One that was killed while its files were written has not begun.
+    begun = directory.config.exists() and directory.plan.exists()
+    return Origin(run_dir, None, []) if begun else None
 
 
 def check(plan: Plan, found: Origin) -> list[str]:

@@ -124,10 +124,11 @@ class RunDir:
         write_text(self.status, json.dumps(status, indent=2) + "\n", sync=False)
 
     def read_status(self) -> dict[str, Any]:
-        """The fields of ``status.json``; none before the first was written."""
-        if not self.status.exists():
+        """The fields of ``status.json``; none before the first was written, or where a reboot has emptied it."""
+        try:
+            status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
             return {}
-        status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
         return status
 
     def last_eval_loss(self) -> float | None:
@@ -141,12 +142,21 @@ class RunDir:
         return steps[-1] if steps else 0
 
     def _lines(self, kind: str) -> list[dict[str, Any]]:
-        """The whole lines of the metrics; a rank that was killed may have left the last one half written."""
+        """The whole lines of the metrics; a rank that was killed may have left one half written."""
         if not self.metrics.exists():
             return []
         whole, _, _ = self.metrics.read_text(encoding="utf-8").rpartition("\n")
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines = [record for line in whole.splitlines() if (record := parse(line)) is not None]
         return [line for line in lines if line["kind"] == kind]
+
+
+def parse(line: str | bytes) -> dict[str, Any] | None:
+    """A line of the metrics; None for one that was never written to its end."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return record
 
 
 def check(path: Path, may_continue: bool = False) -> list[str]:

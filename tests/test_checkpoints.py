@@ -142,3 +142,12 @@ def test_the_newest_and_every_kth_are_kept(
 def test_no_folder_holds_no_checkpoint(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") == (None, [])
     shutil.rmtree(tmp_path)
+
+
+def test_what_a_killed_save_or_a_killed_removal_has_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make(tmp_path, step)
+    (tmp_path / f"step_00000003{checkpoints.PARTIAL}").mkdir()
+    (tmp_path / ".step_00000000.old").mkdir()
+    checkpoints.prune(tmp_path, keep=None, keep_every=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000002"]

@@ -154,3 +154,17 @@ def test_the_last_evaluation_is_found(tmp_path: Path) -> None:
     lines += [{"kind": "eval", "eval_loss": 1.5}, {"kind": "eval", "eval_loss": 1.25}, {"kind": "train", "loss": 1.0}]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run_dir.last_eval_loss() == 1.25
+
+
+def test_a_line_that_was_never_written_to_its_end_is_left_out_of_the_metrics(tmp_path: Path) -> None:
+    """A full disk ends a line anywhere; the attempt after it begins a new one."""
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"kind": "train", "step": 1}\n{"kind": "tra\n{"kind": "train", "step": 2}\n{"ki')
+    assert run_dir.last_step() == 2
+
+
+@pytest.mark.parametrize("text", ["", '{"state": "runn'])
+def test_a_status_that_a_reboot_has_emptied_says_nothing(tmp_path: Path, text: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.status.write_text(text)
+    assert run_dir.read_status() == {}

@@ -4,6 +4,7 @@ Every rank copies the slices that it owns and a thread of it writes them, while 
 written any other can load: a rank takes from all files what overlaps with what it owns itself.
 """
 
+import logging
 import os
 import shutil
 import threading
@@ -25,6 +26,8 @@ from launcher.errors import RunError
 from launcher.worker import slices
 from launcher.worker.engine import Engine
 from launcher.worker.slices import Record, Slice
+
+log = logging.getLogger(__name__)
 
 REST = "rest.safetensors"
 """Frozen parameters and buffers, written by rank 0."""
@@ -115,8 +118,10 @@ class Saver:
             manifest = {**pending.manifest, "files": files, "parameters": _index([one["slices"] for one in everyones])}
             fault = _attempt(lambda: checkpoints.complete(pending.aside, manifest))
             if fault is None:
-                fault = _attempt(lambda: checkpoints.prune(self._folder, self._keep, self._keep_every))
-                return fault, sum(facts["bytes"] for facts in files.values())
+                kept = _attempt(lambda: checkpoints.prune(self._folder, self._keep, self._keep_every))
+                if kept is not None:
+                    log.warning("checkpoints that are to go cannot be removed: %s", kept)
+                return None, sum(facts["bytes"] for facts in files.values())
             faults = [fault]
         _attempt(lambda: shutil.rmtree(pending.aside))
         return "; ".join(faults), 0

@@ -23,6 +23,11 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
+        if self._file.tell():
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # an earlier attempt was ended in the middle of a line
+                    self._file.write("\n")
 
     def log(self, values: Values) -> None:
         self._file.write(json.dumps(values) + "\n")

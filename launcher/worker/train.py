@@ -72,9 +72,14 @@ class Trainer:
         files = {path.name: path.read_text(encoding="utf-8") for path in (run_dir.config, run_dir.plan)}
         keep = config.checkpoint
         self.saver = Saver(self.engine, run_dir.checkpoints, files, keep.keep, keep.keep_every)
+        self.origin: str | None = None
+        """The checkpoint that the run goes on from, and why not from a newer one."""
         self._resume()
         self.attempt = run_dir.read_status().get("attempt", 1)
         self.trackers = _start_trackers(config, values, run_dir) if rank.is_first else []
+        if rank.is_first and self.origin:
+            facts = {"kind": "resume", "attempt": self.attempt, "step": self.done, "origin": self.origin}
+            self.trackers[0].log({**facts, "time": now()})
         self.last_heartbeat = 0.0
         self.longest_step_s = 0.0
 
@@ -289,8 +294,6 @@ class Trainer:
             if saved.fault is None:
                 lead_s = self.longest_step_s + saved.total_s
                 self.run_dir.write_status(checkpoint=saved.step, signal_lead_s=round(lead_s, 3))
-            else:
-                self._tell(f"step {saved.step} could not be saved ({saved.fault}); the run goes on")
         return saved.fault
 
     def _resume(self) -> None:
@@ -306,7 +309,7 @@ class Trainer:
             if notes or wish == resume.REQUIRED:
                 raise RunError("; ".join([f"{self.run_dir.checkpoints} holds no checkpoint that can be used", *notes]))
             return
-        self._tell("; ".join([f"going on from {found.path}", *notes]))
+        self.origin = "; ".join([f"going on from {found.path}", *notes])
         checkpoint.load(self.engine, found)
         state = found.state
         self.course.restore(state["course"])
