@@ -33,13 +33,17 @@ class OutOfMemoryError(RunError):
     """A micro-batch was too large for the memory of a rank; a smaller one may do."""
 
 
-class RunPreemptedError(RunError):
+class RunStoppedError(RunError):
+    """A run that a signal has stopped; what was to come after it is not started."""
+
+
+class RunPreemptedError(RunStoppedError):
     """A run that was stopped by a signal, is saved and can be continued (exit code 75)."""
 
     exit_code = EXIT_PREEMPTED
 
 
-class RunInterruptedError(RunError):
+class RunInterruptedError(RunStoppedError):
     """A run that was stopped at once, with nothing saved: exit code 130 for an interrupt, 1 for any other signal."""
 
     def __init__(self, signal_name: str) -> None:

@@ -15,9 +15,10 @@ from omegaconf import DictConfig
 
 from launcher import compose, decode, job
 from launcher.compose import Composer
-from launcher.errors import RequestError, RunError, RunInterruptedError
+from launcher.errors import RequestError, RunError, RunPreemptedError, RunStoppedError
 from launcher.job import Job
 from launcher.output import say
+from launcher.rundir import PREEMPTED
 from launcher.schema import Mode, Sweep
 
 
@@ -120,7 +121,7 @@ def _returned(point: Point | RequestError, overrides: list[str], ledger: Ledger)
     try:
         result.return_value = _run(point, ledger)
         result.status = JobStatus.COMPLETED
-    except RunInterruptedError:
+    except RunStoppedError:
         raise
     except (RequestError, RunError) as error:
         result.return_value = error
@@ -193,12 +194,12 @@ def _run_all(points: list[Point], folder: Path) -> None:
                 say(f"{point}, {len(runnable) - len(waiting)} of {len(runnable)}")
                 try:
                     _run(point, ledger)
-                except RunInterruptedError:
+                except RunStoppedError:
                     raise
                 except (RequestError, RunError) as error:
                     print(f"{point} failed: {error}", file=sys.stderr, flush=True)
                     failed.append(point)
-    except RunInterruptedError as error:
+    except RunStoppedError as error:
         for point in waiting:
             ledger.record(point, "stopped", reason=f"not started: {error}")
         raise
@@ -214,8 +215,9 @@ def _run(point: Point, ledger: Ledger) -> float | None:
     ledger.record(point, "running")
     try:
         eval_loss = job.run(point.job).last_eval_loss()
-    except RunInterruptedError as error:
-        ledger.record(point, "stopped", reason=str(error))
+    except RunStoppedError as error:
+        state = PREEMPTED if isinstance(error, RunPreemptedError) else "stopped"
+        ledger.record(point, state, reason=str(error))
         raise
     except (RequestError, RunError) as error:
         ledger.record(point, "failed", reason=str(error))

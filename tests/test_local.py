@@ -150,7 +150,7 @@ def test_ranks_are_told_who_they_are_and_meet_on_the_inherited_socket(
         }
         assert run_dir.log(rank).read_text() == f"{told}\n" + ("b'hello'\n" if rank == 0 else "")
     status = run_dir.read_status()
-    assert (status["state"], status["pid"], status["attempt"]) == ("completed", os.getpid(), 1)
+    assert (status["state"], status["pid"]) == ("completed", os.getpid())
 
 
 def test_what_the_user_set_in_the_environment_stays(

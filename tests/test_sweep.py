@@ -191,7 +191,6 @@ def test_the_plan_of_every_point_is_shown_and_nothing_is_written(capsys: Output)
 def test_a_directory_that_holds_a_sweep_is_refused(capsys: Output) -> None:
     assert main([*SWEEP, "seed=1"]) == 0
     capsys.readouterr()
-    assert refused(capsys, "seed=1")[0].startswith("point 0 (")
     assert main([*SWEEP, "seed=1", "hydra.sweep.subdir=other"]) == 2
     assert capsys.readouterr().err == (
         f"hydra.sweep.dir={Path('sweep').absolute()}: it holds a sweep already, and continuing one is not there yet; "
@@ -242,17 +241,17 @@ def stopped(number: signal.Signals, sign: str, driver: str, *argv: str) -> int:
         time.sleep(0.02)
     process.send_signal(number)
     _, error = process.communicate(timeout=15)
-    assert error == f"stopped by {number.name}\n"
+    assert error.startswith(f"stopped by {number.name}")
     return process.returncode
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_a_signal_stops_the_sweep_and_the_ledger_says_so(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_sweep_and_the_ledger_says_so(tmp_path: Path, number: signal.Signals) -> None:
     argv = [str(tmp_path / "worker.py"), *SWEEP, "seed=1,99,2"]
-    assert stopped(number, "sweep/0001/waits", DRIVER, *argv) == code
-    assert states() == ["completed", "stopped", "stopped"]
-    assert ledger()[1]["reason"] == f"stopped by {number.name}"
-    assert ledger()[2]["reason"] == f"not started: stopped by {number.name}"
+    assert stopped(number, "sweep/0001/waits", DRIVER, *argv) == 75
+    assert states() == ["completed", "preempted", "stopped"]
+    reason = f"stopped by {number.name} before training had begun"
+    assert [ledger()[number]["reason"] for number in (1, 2)] == [reason, f"not started: {reason}"]
     assert not Path("sweep/0002").exists()
 
 
