@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,7 +194,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+def short(names: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """Each starts the program once and takes its seconds: ``slow`` ones are left to make test-full."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+
+
+@pytest.mark.parametrize("name", short(DAMAGES, {"truncated_shard", "deleted_shard"}))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(folder: Path, name: str) -> None:
     damage, run_dir = DAMAGES[name], RunDir(folder / name)
     damage.do(interrupted(folder, name))
@@ -209,7 +214,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(folder: Path,
     assert chaos.complete(run_dir.path) >= {2, 4, 6, 8} - ({6} if damage.taken == 4 else set())
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("trouble", short(TROUBLES, {"read_only:0"}))
 def test_a_save_that_fails_is_reported_and_the_run_goes_on(folder: Path, trouble: str) -> None:
     name = trouble.partition(":")[0]
     done = launch(folder, name, trouble)

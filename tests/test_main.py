@@ -147,7 +147,9 @@ def test_what_cannot_be_run_is_refused_all_at_once(capsys: pytest.CaptureFixture
     }
 
 
-def test_a_directory_that_holds_a_run_is_refused_where_none_is_to_be_continued(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_holds_a_run_is_refused_where_none_is_to_be_continued(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*LAMBDA, "hydra.run.dir=run"]) == 0
     capsys.readouterr()
     assert refused(capsys, "hydra.run.dir=run", "checkpoint.resume=never") == [

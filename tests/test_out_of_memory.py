@@ -78,7 +78,7 @@ def whole(folder: Path) -> list[float]:
     return losses(RunDir(folder / "whole"))
 
 
-@pytest.mark.parametrize("stage", ["stage2", "stage3"])
+@pytest.mark.parametrize("stage", [pytest.param("stage2", marks=pytest.mark.slow), "stage3"])
 def test_where_ranks_cannot_cut_finer_together_the_run_is_started_anew_with_smaller_micro_batches(
     folder: Path, whole: list[float], stage: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_sequence_that_does_not_fit_fails_the_run_with_the_reason(folder: Path
     assert RunDir(folder / "hopeless").read_status()["state"] == "failed"
 
 
-@pytest.mark.parametrize("stage", ["stage1", "stage3"])
+@pytest.mark.parametrize("stage", [pytest.param("stage1", marks=pytest.mark.slow), "stage3"])
 def test_auto_finds_the_largest_micro_batch_that_fits_and_remembers_it(
     folder: Path, whole: list[float], stage: str
 ) -> None:

@@ -96,7 +96,11 @@ def whole(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return lines(RunDir(folder / "whole"))
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"with processes that read ahead", "while a checkpoint is written"}
+"""Each case starts the program twice; these are left to make test-full."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_had_not_been(
     folder: Path, whole: dict[tuple[str, int], dict[str, Any]], case: str
 ) -> None:
