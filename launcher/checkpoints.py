@@ -134,17 +134,19 @@ def complete(aside: Path, manifest: dict[str, Any]) -> Path:
     return final
 
 
-def prune(folder: Path, keep: int | None, keep_every: int | None) -> None:
-    """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every``-th step, and debris.
+def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -> None:
+    """Remove all but the last ``keep`` checkpoints up to step ``newest``, which has just been saved, and those of every
+    ``keep_every``-th step, and debris.
 
+    One of a later step was passed over when the run went on: it is damaged, and must not take the place of a whole one.
     Only between saves: what is being written would be taken for debris.
     """
-    paths = found(folder)
-    for path in paths[keep:] if keep is not None else []:
-        step = int(path.name.removeprefix("step_"))
+    steps = {int(path.name.removeprefix("step_")): path for path in found(folder)}
+    past = [step for step in steps if step <= newest]
+    for step in past[keep:] if keep is not None else []:
         if keep_every is None or step % keep_every:
             # Under another name first: what is half removed must not look like a checkpoint.
-            path.rename(path.with_name(f".{path.name}.old"))
+            steps[step].rename(folder / f".{steps[step].name}.old")
     for debris in [*folder.glob(f"step_*{PARTIAL}"), *folder.glob(".step_*.old")]:
         shutil.rmtree(debris)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch import Cut, solve
+from launcher.batch import Cut, solve, solve_for_fewer
 from launcher.errors import RequestError
 from launcher.schema import Batch, BatchSchedule, BatchScheduleType
 
@@ -167,3 +167,20 @@ def test_a_schedule_that_the_given_cut_does_not_fit_is_refused() -> None:
         "batch_schedule.initial_batch_size=4 cannot be cut into micro-batches of 2 over 4 ranks: it must be a "
         "multiple of 8; nearest: 8"
     ]
+
+
+@given(st.builds(Batch, small, st.none(), maybe, maybe, small), small)
+def test_the_most_ranks_that_can_share_a_batch_are_found(batch: Batch, most: int) -> None:
+    def cut(ranks: int) -> Cut | None:
+        try:
+            return solve(batch, ranks, None)
+        except RequestError:
+            return None
+
+    possible = [found for ranks in range(1, most + 1) if (found := cut(ranks)) is not None]
+    if possible:
+        assert solve_for_fewer(batch, most, None) == possible[-1]
+        return
+    with pytest.raises(RequestError) as refused:
+        solve_for_fewer(batch, most, None)
+    assert refused.value.faults == [refusal(batch, most)], "it is told of the ranks that there are"

@@ -134,9 +134,16 @@ def test_the_newest_and_every_kth_are_kept(
 ) -> None:
     for step in (5, 10, 15, 20, 25):
         make(tmp_path, step)
-    checkpoints.prune(tmp_path, keep, keep_every)
+    checkpoints.prune(tmp_path, 25, keep, keep_every)
     assert sorted(int(path.name[5:]) for path in checkpoints.found(tmp_path)) == left
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == len(left), "nothing half removed is left"
+
+
+def test_a_damaged_one_of_a_later_step_does_not_push_out_the_one_that_was_just_saved(tmp_path: Path) -> None:
+    for step in (10, 15, 20):  # the run has gone on from 10, because 20 was damaged
+        make(tmp_path, step)
+    checkpoints.prune(tmp_path, 15, keep=1, keep_every=None)
+    assert [path.name for path in checkpoints.found(tmp_path)] == ["step_00000020", "step_00000015"]
 
 
 def test_no_folder_holds_no_checkpoint(tmp_path: Path) -> None:
@@ -149,5 +156,5 @@ def test_what_a_killed_save_or_a_killed_removal_has_left_goes_with_the_next_save
         make(tmp_path, step)
     (tmp_path / f"step_00000003{checkpoints.PARTIAL}").mkdir()
     (tmp_path / ".step_00000000.old").mkdir()
-    checkpoints.prune(tmp_path, keep=None, keep_every=None)
+    checkpoints.prune(tmp_path, 2, keep=None, keep_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000002"]

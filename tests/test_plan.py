@@ -291,3 +291,20 @@ def test_faults_of_batches_and_rates_are_told_at_once() -> None:
     with pytest.raises(RequestError) as refused:
         plan.make(broken)
     assert [line.split("=")[0] for line in refused.value.faults] == ["batch_schedule.over", "batch.train_batch_size"]
+
+
+def test_ranks_that_cannot_share_the_batch_are_left_out_where_that_is_allowed() -> None:
+    three = replace(LAMBDA, batch=Batch(10), cluster=Cluster(ranks_per_node=3))
+    with pytest.raises(RequestError) as refused:
+        plan.make(three)
+    assert refused.value.faults == [
+        "batch.train_batch_size=10 cannot be cut into equal parts over 3 ranks: it must be a multiple of 3; "
+        "nearest: 9, 12"
+    ]
+    made = plan.make(replace(three, cluster=Cluster(ranks_per_node=3, allow_fewer_ranks=True)))
+    assert made.cut == Cut(10, 1, 5, 2)
+    assert plan.summary(made)["warnings"] == [
+        "cluster.allow_fewer_ranks=true: the global batch of 10 cannot be cut over 3 ranks; 2 of them are used"
+    ]
+    whole = plan.make(replace(LAMBDA, cluster=Cluster(ranks_per_node=2, allow_fewer_ranks=True)))
+    assert (whole.num_ranks, plan.summary(whole)["warnings"]) == (2, [])

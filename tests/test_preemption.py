@@ -1,6 +1,7 @@
 """Whole commands that a signal stops, and that the same command continues: exit codes, and that nothing is lost."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -46,8 +47,9 @@ class Net(torch.nn.Module):
 COMMAND = (
     "+experiment=dna_8k data=lambda data.sequence_length=128 data.num_workers={workers} --config-dir conf model=net "
     "batch.train_batch_size=8 batch.gradient_accumulation_steps=4 cluster.ranks_per_node=2 train.max_steps=6 "
-    "train.eval_every=2 checkpoint.every={every} optimizer.lr=1e-3 lr_schedule.warmup_steps=2 logging=none"
+    "train.eval_every=2 checkpoint.every={every} optimizer.lr=1e-3 lr_schedule.warmup_steps=2 logging={logging}"
 )
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 FOUR = 4
 """Passes of a rank in a step."""
 
@@ -69,14 +71,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(folder: Path, name: str, workers: int, every: int, wish: str = "") -> "subprocess.CompletedProcess[str]":
-    import os
-
-    words = COMMAND.format(workers=workers, every=every or "null")
+def launch(
+    folder: Path, name: str, workers: int, every: int, wish: str = "", logging: str = "none"
+) -> "subprocess.CompletedProcess[str]":
+    words = COMMAND.format(workers=workers, every=every or "null", logging=logging)
     return subprocess.run(
         [sys.executable, "-m", "launcher", *words.split(), f"hydra.run.dir={name}"],
         cwd=folder,
-        env={**os.environ, "SIGNAL": wish},
+        env={**os.environ, "SIGNAL": wish, "WANDB_MODE": "offline", "WANDB_API_KEY": SECRET},
         check=False,
         capture_output=True,
         text=True,
@@ -96,6 +98,9 @@ def whole(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return lines(RunDir(folder / "whole"))
 
 
+TRACKED = "in the third of four micro-batches"
+"""This one by Weights & Biases too, with a key in the environment."""
+
 SLOW = {"with processes that read ahead", "while a checkpoint is written"}
 """Each case starts the program twice; these are left to make test-full."""
 
@@ -107,7 +112,8 @@ def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_ha
     wish, workers, every, stop = CASES[case]
     name = case.replace(" ", "_")
     (folder / "sent").unlink(missing_ok=True)
-    first = launch(folder, name, workers, every, wish)
+    logging = "wandb" if case == TRACKED else "none"
+    first = launch(folder, name, workers, every, wish, logging)
     number, rank, *_ = wish.split(":")
     assert first.returncode == 75, first.stderr
     assert first.stderr == f"stopped by {number} to rank {rank}, saved at step {stop}\n"
@@ -115,7 +121,7 @@ def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_ha
     status = run_dir.read_status()
     assert (status["state"], status["step"], status["checkpoint"]) == ("preempted", stop, stop)
     assert status["signal_lead_s"] > 0
-    second = launch(folder, name, workers, every, wish)
+    second = launch(folder, name, workers, every, wish, logging)
     assert second.returncode == 0, second.stderr
     assert f"going on from {run_dir.checkpoints}/step_{stop:08d}, after step {stop}" in second.stdout
     steps = [json.loads(line)["step"] for line in run_dir.metrics.read_text().splitlines() if '"train"' in line]
@@ -129,6 +135,13 @@ def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_ha
     assert sorted(path.name for path in (run_dir.path / "attempts" / "1").iterdir()) == [
         "config.yaml", "deepspeed.json", "plan.json",
     ]  # fmt: skip
+    if case == TRACKED:
+        identity = (run_dir.tracker / "wandb_id").read_text()
+        tracked = [path.name for path in (run_dir.tracker / "wandb").glob("offline-run-*")]
+        assert len(tracked) == 2, "one for each attempt"
+        assert all(path.endswith(f"-{identity}") for path in tracked), "which are one run"
+        holders = [path for path in run_dir.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+        assert holders == []
 
 
 def test_a_run_that_is_done_says_so(folder: Path, whole: object) -> None:
@@ -140,7 +153,7 @@ def test_a_run_that_is_done_says_so(folder: Path, whole: object) -> None:
 
 
 def test_a_signal_before_training_loses_nothing_and_is_no_failure(folder: Path) -> None:
-    words = COMMAND.format(workers=0, every="null")
+    words = COMMAND.format(workers=0, every="null", logging="none")
     process = subprocess.Popen(
         [sys.executable, "-m", "launcher", *words.split(), "hydra.run.dir=early"],
         cwd=folder,

@@ -118,7 +118,7 @@ class Saver:
             manifest = {**pending.manifest, "files": files, "parameters": _index([one["slices"] for one in everyones])}
             fault = _attempt(lambda: checkpoints.complete(pending.aside, manifest))
             if fault is None:
-                kept = _attempt(lambda: checkpoints.prune(self._folder, self._keep, self._keep_every))
+                kept = _attempt(lambda: checkpoints.prune(self._folder, manifest["step"], self._keep, self._keep_every))
                 if kept is not None:
                     log.warning("checkpoints that are to go cannot be removed: %s", kept)
                 return None, sum(facts["bytes"] for facts in files.values())

@@ -4,13 +4,14 @@ import json
 import logging
 import netrc
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from launcher.rundir import RunDir
+from launcher.rundir import RunDir, write_text
 from launcher.schema import Config
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class WandB:
         run_dir.tracker.mkdir(exist_ok=True)
         identity = run_dir.tracker / "wandb_id"
         if not identity.exists():
-            identity.write_text(wandb.util.generate_id())
+            write_text(identity, secrets.token_hex(4))
         self._run = wandb.init(
             id=identity.read_text(),
             resume="allow",  # later attempts go on with the same run
