@@ -251,7 +251,7 @@ def _attempt(folder: Path, run_dir: Path, plan: Plan, number: int, kill: Kill | 
             orphan.kill()
         process.kill()
         process.wait()
-    _judge(attempt, process.returncode, run_dir, printed.read_text(), told.read_text(), seen)
+    _judge(attempt, process.returncode, run_dir, told.read_text(), seen)
     return attempt
 
 
@@ -317,18 +317,19 @@ def _end(attempt: Attempt, process: "subprocess.Popen[bytes]", run_dir: Path) ->
         attempt.faults.append(f"{len(left)} processes were left")
 
 
-def _judge(attempt: Attempt, code: int, run_dir: Path, printed: str, told: str, seen: int) -> None:
+def _judge(attempt: Attempt, code: int, run_dir: Path, told: str, seen: int) -> None:
     """Whether the attempt went on from where it had to, ended as it had to, and left nothing that only looks whole."""
     victim = re.match(r"rank (\d+)", attempt.struck)
     if not attempt.struck and code != 0:
         attempt.faults.append(f"exit code {code}: {told.strip()[-500:]}")
     elif victim and not (code == 0 or (code == 1 and told.startswith(f"rank {victim[1]} failed: killed by SIGKILL"))):
         attempt.faults.append(f"after the death of rank {victim[1]} exit code {code}: {told.strip()[-500:]}")
-    origin = re.search(r"^going on from .*step_\d+, after step (\d+)", printed, re.MULTILINE)
-    if origin and int(origin[1]) != attempt.start:
-        attempt.faults.append(f"it went on from step {origin[1]}, and complete was {attempt.start}")
-    steps = [line["step"] for line in _lines(run_dir, seen) if line["kind"] == "train"]
-    if steps and not origin and attempt.start > 0:
+    lines = _lines(run_dir, seen)
+    origin = next((line["step"] for line in lines if line["kind"] == "resume"), None)
+    if origin not in (None, attempt.start):
+        attempt.faults.append(f"it went on from step {origin}, and complete was {attempt.start}")
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    if steps and origin is None and attempt.start > 0:
         attempt.faults.append("it did not say what it went on from")
     if steps != list(range(attempt.start + 1, attempt.start + 1 + len(steps))):
         attempt.faults.append(f"its steps were {steps}, and complete was {attempt.start}")

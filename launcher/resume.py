@@ -93,7 +93,7 @@ def check(plan: Plan, found: Origin) -> list[str]:
 def describe(found: Origin) -> str:
     if found.checkpoint is None:
         return f"{found.folder} holds no checkpoint: starting anew"
-    return f"going on from {found.folder}, after step {found.checkpoint.step}"
+    return f"the newest checkpoint is {found.folder}, after step {found.checkpoint.step}"
 
 
 def is_done(config: Config, found: Origin) -> bool:

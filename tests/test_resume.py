@@ -88,7 +88,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(t
             "step_00000015 cannot be used: plan.json is missing",
             "latest names step_00000015",
         ]
-        assert resume.describe(found) == f"going on from {found.folder}, after step 10"
+        assert resume.describe(found) == f"the newest checkpoint is {found.folder}, after step 10"
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_without_a_word(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ class Trainer:
             if notes or wish == resume.REQUIRED:
                 raise RunError("; ".join([f"{self.run_dir.checkpoints} holds no checkpoint that can be used", *notes]))
             return
-        self.origin = "; ".join([f"going on from {found.path}", *notes])
+        self.origin = "; ".join([f"going on from {found.path}, after step {found.step}", *notes])
         checkpoint.load(self.engine, found)
         state = found.state
         self.course.restore(state["course"])
