@@ -89,7 +89,8 @@ def train(rank: Rank, config: Config, folder: Path) -> dict[str, Any]:
     task = open_task(config, plan.summary(planned)["data"])
     trainer = Trainer(config, planned.cut, planned.deepspeed.values, rank, run_dir, task)
     summary = trainer.train()
-    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()] if rank.is_first else []
+    told = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()] if rank.is_first else []
+    lines = [line for line in told if line["kind"] in ("train", "eval")]
     buffers = {name: buffer.float().numpy() for name, buffer in trainer.engine.deepspeed.module.named_buffers()}
     return {"lines": lines, "weights": _masters(trainer.engine.deepspeed), "buffers": buffers, "summary": summary}
 

@@ -187,7 +187,8 @@ def test_every_line_has_the_fields_that_users_are_promised(trained: Runs) -> Non
 def test_there_is_a_line_for_every_step_and_every_evaluation_in_order(trained: Runs) -> None:
     order = [(line["kind"], line["step"]) for line in trained.lines("whole")]
     steps = [("train", step) for step in range(1, 11)]
-    assert order == [*steps[:4], ("eval", 4), *steps[4:8], ("eval", 8), *steps[8:], ("eval", 10)]
+    last = [("eval", 10), ("checkpoint", 10)]
+    assert order == [*steps[:4], ("eval", 4), *steps[4:8], ("eval", 8), *steps[8:], *last]
     assert {line["attempt"] for line in trained.lines("whole")} == {1}
 
 
@@ -312,7 +313,7 @@ def test_wandb_is_told_the_configuration_the_deepspeed_json_and_the_plan(
 def test_the_history_of_wandb_is_metrics_jsonl_by_optimizer_step(trained: Runs, told: dict[str, list[Any]]) -> None:
     rows = {row["_step"]: row for row in (values(record.item) for record in told["history"])}
     assert list(rows) == list(range(1, 11))
-    for line in trained.lines("whole"):
+    for line in [*trained.lines("whole", "train"), *trained.lines("whole", "eval")]:
         prefix = "" if line["kind"] == "train" else "eval_"
         for name in set(line) - {"kind", "attempt", "step", "time"}:
             assert rows[line["step"]].get(prefix + name.removeprefix(prefix)) == line[name], name
@@ -356,7 +357,7 @@ def test_tensorboard_is_told_what_metrics_jsonl_holds(trained: Runs) -> None:
     events.Reload()
     scalars = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
     expected: dict[str, dict[int, float]] = {}
-    for line in trained.lines("whole"):
+    for line in [*trained.lines("whole", "train"), *trained.lines("whole", "eval")]:
         prefix = "" if line["kind"] == "train" else "eval_"
         for name in set(line) - {"kind", "attempt", "step", "time"}:
             if line[name] is not None:

@@ -110,9 +110,10 @@ class Training:
     def evaluate(self, *global_batches: list[list[Tokens]]) -> Results:
         from launcher.worker import step
 
-        loss, weight = step.evaluate(
-            self.engine, self.objective, [share_of(of_ranks[self.rank]) for of_ranks in global_batches]
-        )
+        shares = [share_of(of_ranks[self.rank]) for of_ranks in global_batches]
+        found = step.evaluate(self.engine, self.objective, shares, stops=lambda: False)
+        assert found is not None
+        loss, weight = found
         modes = {module.training for module in self.engine.module.modules()}
         return {"loss": loss, "tokens": weight.tokens, "modes": modes, "weights": self.weights()}
 

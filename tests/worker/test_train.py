@@ -203,7 +203,7 @@ def test_checkpoints_come_when_they_are_due_and_at_the_end(trained: Trained, nam
 
 def test_the_status_tells_what_a_run_is_doing_and_how_far_it_has_come(trained: Trained) -> None:
     told = trained.results["carry"]["told"]
-    activities = [changes["activity"] for changes in told]
+    activities = [changes["activity"] for changes in told if "activity" in changes]
     for step in (2, 4, 5):
         saving = activities.index(f"saving step {step}")
         assert activities[saving + 1] is None
