@@ -124,7 +124,8 @@ class Saver:
                 return None, sum(facts["bytes"] for facts in files.values())
             faults = [fault]
         _attempt(lambda: shutil.rmtree(pending.aside))
-        return "; ".join(faults), 0
+        others = f" (and {len(faults) - 1} other ranks)" if len(faults) > 1 else ""
+        return faults[0] + others, 0
 
 
 class _Pending:
