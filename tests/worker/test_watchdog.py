@@ -43,7 +43,7 @@ def test_what_makes_progress_lives_and_what_stalls_ends_with_the_step_and_its_st
 COMMAND = (
     "+experiment=dna_8k data=lambda data.sequence_length=128 data.num_workers=0 --config-dir conf model=net "
     "batch.train_batch_size=4 cluster.ranks_per_node=2 train.max_steps=2000 train.eval_every=null "
-    "train.step_timeout=10 logging=none hydra.run.dir=run"
+    "train.step_timeout=20 logging=none hydra.run.dir=run"
 )
 
 NETS = """
@@ -86,7 +86,7 @@ def test_a_rank_that_has_stopped_is_named_within_the_time_out_and_nothing_is_lef
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     assert errors.startswith("rank 1 failed: no sign of life (log: ")
-    assert time.monotonic() - start < 10 + 15, "the time-out, and what it takes to end the ranks"
+    assert time.monotonic() - start < 20 + 25, "the time-out, and what it takes to end the ranks"
     log = run_dir.log(0).read_text()
     assert "all_reduce" in log, "the stack of the rank that waited"
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and str(tmp_path) in _command(pid)]
