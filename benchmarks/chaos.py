@@ -35,6 +35,8 @@ import psutil  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from launcher.rundir import parse
+
 REPOSITORY = Path(__file__).parents[1]
 
 NETS = '''
@@ -422,7 +424,9 @@ def relative_error(ours: Arrays, expected: Arrays) -> float:
 def _lines(run_dir: Path, offset: int) -> list[dict[str, Any]]:
     if not (run_dir / "metrics.jsonl").exists():
         return []
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes()[offset:].splitlines()]
+    # A line may be half there: it is being written, or was when its rank was killed.
+    lines = map(parse, (run_dir / "metrics.jsonl").read_bytes()[offset:].splitlines())
+    return [line for line in lines if line is not None]
 
 
 def _last_step(run_dir: Path) -> int:

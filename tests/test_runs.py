@@ -226,7 +226,7 @@ def endless(folder: Path, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[st
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: process.poll() is not None or run_dir.metrics.exists())
-        wait_until(lambda: process.poll() is not None or len(lines(run_dir, "train")) > 2)
+        wait_until(lambda: process.poll() is not None or run_dir.last_step() > 2)
         yield process, run_dir
     finally:
         process.kill()
