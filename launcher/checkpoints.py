@@ -13,6 +13,8 @@ It is written beside its place and renamed when all of it is on disk. What is ca
 
 import hashlib
 import json
+import logging
+import math
 import os
 import re
 import shutil
@@ -26,8 +28,13 @@ from launcher import rundir
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
 PARTIAL = ".partial"
+REST = "rest.safetensors"
+"""Frozen parameters and buffers, written by rank 0."""
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8,})")
+_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+
+log = logging.getLogger(__name__)
 
 
 def name(step: int) -> str:
@@ -56,33 +63,70 @@ class Checkpoint:
         return None if checksum(path) == recorded["sha256"] else f"{file} has changed since it was written"
 
 
+def file_of(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
 def read(path: Path) -> Checkpoint | str:
-    """The checkpoint in a folder if all its files are there in their sizes, or what is wrong with it."""
+    """The checkpoint in a folder if its manifest is sound and all its files are there in their sizes, or what is wrong
+    with it."""
+    if path.exists() and not path.is_dir():
+        return "it is no folder"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = {file: int(recorded["bytes"]) for file, recorded in manifest["files"].items()}
-        known = manifest["format"]
+        fault = _fault_of(manifest, path.name)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
-    if known != FORMAT:
-        return f"it has format {known}, and this version reads {FORMAT}"
-    for file, size in files.items():
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__}: {str(error)[:100]})"
+    if fault is not None:
+        return fault
+    for file, recorded in manifest["files"].items():
         try:
             found = (path / file).stat().st_size
         except FileNotFoundError:
             return f"{file} is missing"
-        if found != size:
-            return f"{file} has {found} bytes instead of {size}"
+        if found != recorded["bytes"]:
+            return f"{file} has {found} bytes instead of {recorded['bytes']}"
     return Checkpoint(path, manifest)
+
+
+def _fault_of(manifest: dict[str, Any], name: str) -> str | None:
+    """What is wrong with a manifest in itself. Raises what Python does where a value is not of its kind."""
+    if manifest["format"] != FORMAT:
+        return f"it has format {manifest['format']}, and this version reads {FORMAT}"
+    match = _NAME.fullmatch(name)
+    if match and int(match[1]) != manifest["step"]:
+        return f"{MANIFEST} says that it is of step {manifest['step']}"
+    bool(manifest["state"]["is_last"])
+    for recorded in manifest["files"].values():
+        int(recorded["bytes"]), str(recorded["sha256"])
+    ranks = {0}
+    for parameter, entry in manifest["parameters"].items():
+        numel = math.prod(entry["shape"])
+        for kind, runs in entry["kinds"].items():
+            place = 0
+            for rank, start, stop in runs:  # in the order of their starts; they may overlap
+                ranks.add(rank)
+                if start > place:
+                    break
+                place = max(place, stop)
+            if place < numel and (runs or kind == "weight"):
+                return f"{MANIFEST} lacks elements of {parameter} ({kind}) from {place} on"
+    needed = {REST, "config.yaml", "plan.json", *map(file_of, ranks)}
+    if missing := needed - manifest["files"].keys():
+        return f"{MANIFEST} does not list {min(missing)}"
+    if strange := [file for file in manifest["files"] if file not in needed and not _FILE.fullmatch(file)]:
+        return f"{MANIFEST} lists {strange[0]}, which is no file of a checkpoint"
+    return None
 
 
 def found(folder: Path) -> list[Path]:
     """The folders with names of complete checkpoints, the newest first."""
     if not folder.is_dir():
         return []
-    steps = {path: int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    matches = {path: _NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
+    steps = {path: int(match[1]) for path, match in matches.items() if match}
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
@@ -102,6 +146,8 @@ def note_on_latest(folder: Path, chosen: Path) -> str | None:
         named = (folder / LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return f"{LATEST} is missing"
+    except (OSError, ValueError) as error:
+        return f"{LATEST} cannot be read ({type(error).__name__})"
     if not named:
         return f"{LATEST} is empty"
     if named == chosen.name:
@@ -121,17 +167,28 @@ def complete(aside: Path, manifest: dict[str, Any]) -> Path:
     """
     rundir.write_text(aside / MANIFEST, json.dumps(manifest) + "\n")
     final = aside.with_name(aside.name.removesuffix(PARTIAL))
-    if final.exists():
+    if os.path.lexists(final):
         old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
         final.rename(old)
         aside.rename(final)
-        shutil.rmtree(old)
+        remove(old)
     else:
         aside.rename(final)
     _sync(final.parent)
-    rundir.write_text(final.parent / LATEST, final.name + "\n")
+    try:
+        rundir.write_text(final.parent / LATEST, final.name + "\n")
+    except OSError as error:  # whoever goes on looks for the newest one anyway, and says that the name is another
+        log.warning("%s still has its old name: %s", LATEST, error)
     return final
+
+
+def remove(path: Path) -> None:
+    """Whatever it is, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -> None:
@@ -148,7 +205,7 @@ def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -
             # Under another name first: what is half removed must not look like a checkpoint.
             steps[step].rename(folder / f".{steps[step].name}.old")
     for debris in [*folder.glob(f"step_*{PARTIAL}"), *folder.glob(".step_*.old")]:
-        shutil.rmtree(debris)
+        remove(debris)
 
 
 def _sync(folder: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,9 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     run_dir = RunDir.create(job.run_dir, _may_continue(job.config))
     try:
         if job.origin is not None and resume.is_done(job.config, job.origin):
-            say(f"this run is done: {job.origin.folder} is its last step")
+            say(
+                f"this run is done: {job.origin.folder} is its last step (the checksums of its files were not compared)"
+            )
             if run_dir.read_status().get("state") != "completed":  # it was killed after its last checkpoint
                 rundir.write_text(run_dir.checkpoints / checkpoints.LATEST, job.origin.folder.name + "\n")
                 run_dir.write_status(state="completed", step=run_dir.last_step(), reason=None, activity=None)
@@ -88,16 +90,19 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
             _train(job, run_dir, worker)
             progress.print_summary(run_dir)
         return run_dir
+    except OSError as error:  # a full disk, as a rule
+        raise RunError(f"{error.filename or run_dir.path} cannot be written ({error.strerror or error})") from error
     finally:
         run_dir.release()
 
 
 def _begin_attempt(job: Job, run_dir: RunDir) -> None:
-    run_dir.write_status(attempt=run_dir.begin_attempt())
+    run_dir.write_status(attempt=run_dir.begin_attempt(), micro_batch_size=None)
     if (wanted := plan.num_ranks(job.config)) != job.plan.num_ranks:
         say(f"{job.plan.num_ranks} of {wanted} ranks are used (cluster.allow_fewer_ranks)")
     if job.origin is not None:
-        say("; ".join([resume.describe(job.origin), *job.origin.notes]))
+        changes = resume.changes(job.plan, job.origin)
+        say("; ".join([resume.describe(job.origin), *job.origin.notes, *([changes] if changes else [])]))
 
 
 def _freeze(job: Job, run_dir: RunDir, **facts: Any) -> None:
@@ -114,12 +119,13 @@ def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
         _begin_attempt(job, run_dir)
         if job.config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO:
             job = _fitted(job, run_dir, worker)
+            run_dir.write_status(micro_batch_size=None)
         _freeze(job, run_dir)
         try:
             local.run(job.config, [job.plan.num_ranks], job.plan.num_steps, run_dir, worker)
             return
         except OutOfMemoryError as error:
-            finer = _finer(job)
+            finer = _finer(job, run_dir.read_status().get("micro_batch_size"))
             if finer is None:
                 local.fail(run_dir, error)
                 raise
@@ -128,9 +134,14 @@ def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
             job = finer
 
 
-def _finer(job: Job) -> Job | None:
-    """The same steps in smaller micro-batches, from the newest checkpoint; None where they are of one sequence."""
-    cut = job.plan.cut.finer()
+def _finer(job: Job, reached: int | None) -> Job | None:
+    """The same steps in smaller micro-batches, from the newest checkpoint; None where they are of one sequence.
+
+    ``reached`` is what ranks have come down to by themselves.
+    """
+    whole = job.plan.cut.micro_batch_size * job.plan.cut.gradient_accumulation_steps
+    micro = reached or job.plan.cut.micro_batch_size
+    cut = replace(job.plan.cut, micro_batch_size=micro, gradient_accumulation_steps=whole // micro).finer()
     if cut is None:
         return None
     # Also where an earlier run's checkpoints were not wanted, it goes on from its own.

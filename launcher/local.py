@@ -71,7 +71,10 @@ def run(
 def fail(run_dir: RunDir, error: BaseException) -> None:
     """Write that the run has failed, and why."""
     reason = str(error) or type(error).__name__
-    run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
+    try:
+        run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
+    except OSError as fault:  # what it failed of is told all the same
+        print(f"{run_dir.status} cannot be written ({fault.strerror})", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -100,19 +103,22 @@ def _supervise(
                 watch.began(rank.process.pid)
             failed = _wait(ranks, progress, caught, may_stop)
         finally:
-            guard.end({rank.process.pid for rank in ranks}, hurry=lambda: len(caught) > 1)
+            guard.end({rank.process.pid for rank in ranks}, hurry=lambda: _is_second_interrupt(caught))
             for rank in ranks:
                 rank.process.wait()
                 watch.ended(rank.process.pid)
     progress.update()
     status = run_dir.read_status()
     if not failed and status["state"] == PREEMPTED:
-        raise RunPreemptedError(f"stopped by {status['reason']}, saved at step {status['checkpoint']}")
-    if failed and len(caught) == 1 and all(rank.code == -signal.SIGTERM for rank in failed):
+        if caught:  # which this process has passed on as a SIGTERM
+            run_dir.write_status(reason=f"{caught[0].name} to the launcher")
+        reason = run_dir.read_status()["reason"]
+        raise RunPreemptedError(f"stopped by {reason}, saved at step {status['checkpoint']}")
+    if failed and caught and not _is_second_interrupt(caught) and all(rank.code == -signal.SIGTERM for rank in failed):
         # They were asked before they could listen.
         run_dir.write_status(state=PREEMPTED, reason=caught[0].name, activity=None)
         raise RunPreemptedError(f"stopped by {caught[0].name} before training had begun")
-    if len(caught) > 1 or (caught and not may_stop):
+    if _is_second_interrupt(caught) or (caught and not may_stop):
         raise RunInterruptedError(caught[-1].name)
     if failed:
         raise _first_failure(ranks, failed, run_dir)
@@ -168,10 +174,11 @@ def _environment(number: int, num_ranks: int, port: int) -> dict[str, str]:
 def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals], may_stop: bool) -> list[Rank]:
     """Wait until every rank is done, or one has failed, or a signal came; returns the ranks that failed.
 
-    Ranks that ``may_stop`` are asked to by a first signal, and waited for until a second one comes.
+    Ranks that ``may_stop`` are asked to by a first signal, and waited for until a second interrupt comes. Other signals
+    come more than once without anybody's meaning it: from a queue that warns before it ends, or a shell that passes on.
     """
     asked = False
-    while not caught or (may_stop and len(caught) == 1):
+    while not caught or (may_stop and not _is_second_interrupt(caught)):
         if caught and not asked:
             asked = True
             for rank in ranks:
@@ -190,6 +197,10 @@ def _wait(ranks: list[Rank], progress: Progress, caught: list[signal.Signals], m
         progress.update()
         time.sleep(POLL_S)
     return []
+
+
+def _is_second_interrupt(caught: list[signal.Signals]) -> bool:
+    return caught.count(signal.SIGINT) > 1
 
 
 def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> RequestError | RunError:

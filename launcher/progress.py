@@ -60,7 +60,7 @@ class Progress:
             elif record["kind"] == "resume":
                 self._display.activity(record["origin"])
             elif record["kind"] == "checkpoint" and record["fault"] is not None:
-                self._display.activity(f"step {record['step']} could not be saved ({record['fault']}); the run goes on")
+                self._display.activity(f"step {record['step']} could not be saved ({record['fault']})")
 
     def _new_records(self) -> Iterator[Record]:
         """The whole lines that were appended since the last call."""

@@ -28,6 +28,16 @@ TRAJECTORY = (
 """The nodes that say what the steps of a run are. The others say how a step is cut, when the run ends, how fast it
 learns and what is told of it; those may change."""
 
+LEARNING = (
+    "optimizer.",
+    "lr_schedule.",
+    "train.gradient_clipping",
+    "precision.",
+    "batch.lr_scaling",
+    "batch.reference",
+)
+"""Keys that may change, and are told where they do."""
+
 HOW_DATA_IS_READ = {"fasta", "cache_dir", "num_workers"}
 """Keys of ``data`` that do not change what is read; the bases are compared by their fingerprint."""
 
@@ -58,14 +68,24 @@ def origin(config: Config, run_dir: Path) -> Origin | None:
     if wish not in (AUTO, REQUIRED) and not notes:
         given = checkpoints.read(Path(wish))
         if isinstance(given, str):
-            raise RequestError(f"{WISH}={wish}: {given}; give the path of a checkpoint, or auto, required or never")
+            inside = [*checkpoints.found(Path(wish)), *checkpoints.found(RunDir(Path(wish)).checkpoints)]
+            near = f"; nearest: {inside[0]}" if inside else ""
+            raise RequestError(
+                f"{WISH}={wish}: {given}; give the path of a checkpoint, or auto, required or never{near}"
+            )
         return Origin(given.path, given, [])
     if wish == REQUIRED or notes:
-        where = "; ".join([f"{directory.checkpoints} holds no checkpoint that can be used", *notes])
-        raise RequestError(f"{WISH}={wish}: {where}; give another {KEY}, or {WISH}=never and a new one")
+        raise RequestError(f"{WISH}={wish}: {none_in(directory.checkpoints, notes)}")
     # One that was killed while its files were written has not begun.
     begun = directory.config.exists() and directory.plan.exists()
     return Origin(run_dir, None, []) if begun else None
+
+
+def none_in(folder: Path, notes: list[str]) -> str:
+    """What is said where a run has checkpoints, and none of them can be used: it is not begun anew without a word."""
+    others = f" (and {len(notes) - 1} others)" if len(notes) > 1 else ""
+    why = f"; {notes[0]}{others}" if notes else ""
+    return f"{folder} holds no checkpoint that can be used{why}; mend one, or give another {KEY}"
 
 
 def check(plan: Plan, found: Origin) -> list[str]:
@@ -96,10 +116,26 @@ def describe(found: Origin) -> str:
     return f"the newest checkpoint is {found.folder}, after step {found.checkpoint.step}"
 
 
+def changes(plan: Plan, found: Origin) -> str | None:
+    """What is another from now on, and changes what is learnt, though not from which steps."""
+    before, now = (
+        dict(_flat("", decode.encode(config))) for config in (decode.load(found.folder / "config.yaml"), plan.config)
+    )
+    other = [
+        f"{key[1:]}={_shown(now.get(key))} ({_shown(before.get(key))} before)"
+        for key in dict.fromkeys([*now, *before])
+        if key[1:].startswith(LEARNING) and now.get(key) != before.get(key)
+    ]
+    return f"from now on {', '.join(other)}" if other else None
+
+
 def is_done(config: Config, found: Origin) -> bool:
     """The run has reached its end already, and its limits are the same still."""
     if found.checkpoint is None or not found.checkpoint.state["is_last"]:
         return False
+    limit, updates = config.train.max_steps, found.checkpoint.state.get("num_updates", 0)
+    if limit is not None and updates >= limit:
+        return True
     before = decode.load(found.folder / "config.yaml").train
     return (before.max_steps, before.max_tokens, before.epochs) == (
         config.train.max_steps,

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 KEY = "hydra.run.dir"
 PREEMPTED = "preempted"
@@ -117,11 +120,16 @@ class RunDir:
     def write_status(self, **changes: Any) -> None:
         """Change fields of ``status.json``; its heartbeat is now.
 
-        Readers always see a whole file. The launcher writes before and after the ranks run, rank 0 in between, so
-        that there is one writer at a time.
+        Readers always see a whole file. The launcher writes before and after the ranks run, rank 0 in between, so that
+        there is one writer at a time. Raises OSError only where the state of the run was to change.
         """
         status = self.read_status() | changes | {"heartbeat": time.time()}
-        write_text(self.status, json.dumps(status, indent=2) + "\n", sync=False)
+        try:
+            write_text(self.status, json.dumps(status, indent=2) + "\n", sync=False)
+        except OSError as error:
+            if "state" in changes:
+                raise
+            log.warning("%s cannot be written (%s)", self.status, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
         """The fields of ``status.json``; none before the first was written, or where a reboot has emptied it."""
@@ -176,12 +184,16 @@ def check(path: Path, may_continue: bool = False) -> list[str]:
 def write_text(path: Path, text: str, sync: bool = True) -> None:
     """Replace a file as a whole: a reader, or a reboot if ``sync``, finds the old text or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _make(path: Path) -> list[Path]:

@@ -97,6 +97,8 @@ def _check_train(config: Config) -> list[str]:
         for key, value in at_least_one.items()
         if value is not None and value < 1
     ]
+    if not config.checkpoint.resume:
+        faults.append("checkpoint.resume=: give auto, required, never, or the path of a checkpoint")
     clipping = train.gradient_clipping
     if clipping is not None and not (math.isfinite(clipping) and clipping > 0):
         faults.append(f"train.gradient_clipping={clipping}: it must be above 0; null turns clipping off")

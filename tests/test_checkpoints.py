@@ -10,16 +10,21 @@ import pytest
 from launcher import checkpoints
 from launcher.checkpoints import Checkpoint
 
+STATE = {"tokens_seen": 7, "is_last": False}
+PARAMETERS = {"a.weight": {"shape": [2, 3], "count": 1.0, "kinds": {"weight": [[0, 0, 4], [0, 3, 6]], "exp_avg": []}}}
+
 
 def make(folder: Path, step: int, content: bytes = b"weights") -> Path:
-    """A checkpoint of one file."""
+    """A checkpoint of one rank, and of one parameter in two slices."""
     aside = folder / (checkpoints.name(step) + checkpoints.PARTIAL)
     aside.mkdir(parents=True)
-    (aside / "rank_00000.safetensors").write_bytes(content)
-    checksum = checkpoints.checksum(aside / "rank_00000.safetensors")
-    files = {"rank_00000.safetensors": {"bytes": len(content), "sha256": checksum}}
-    manifest = {"format": 1, "step": step, "state": {"tokens_seen": 7}, "files": files, "parameters": {}}
-    return checkpoints.complete(aside, manifest)
+    files = {}
+    for name in ("rank_00000.safetensors", "rest.safetensors", "config.yaml", "plan.json"):
+        (aside / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": checkpoints.checksum(aside / name)}
+    return checkpoints.complete(
+        aside, {"format": 1, "step": step, "state": STATE, "files": files, "parameters": PARAMETERS}
+    )
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -32,7 +37,7 @@ def test_what_was_completed_is_read_back(tmp_path: Path) -> None:
     assert made == tmp_path / "step_00000010"
     found, notes = newest(tmp_path)
     assert found is not None
-    assert (found.path, found.step, found.state, notes) == (made, 10, {"tokens_seen": 7}, [])
+    assert (found.path, found.step, found.state, notes) == (made, 10, STATE, [])
     assert found.damage("rank_00000.safetensors") is None
     assert (tmp_path / "latest").read_text() == "step_00000010\n"
 
@@ -61,6 +66,14 @@ def edit(**changes: Any) -> Any:
     return apply
 
 
+def add_file(name: str) -> Any:
+    def apply(path: Path) -> None:
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        edit(files=manifest["files"] | {name: {"bytes": 1, "sha256": ""}})(path)
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -73,7 +86,26 @@ def edit(**changes: Any) -> Any:
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1,'), "checkpoint.json cannot be read"),
         (lambda path: (path / "checkpoint.json").write_text("[]"), "checkpoint.json cannot be read"),
         (edit(format=2), "it has format 2, and this version reads 1"),
+        (edit(step=99), "checkpoint.json says that it is of step 99"),
+        (edit(state={}), "checkpoint.json cannot be read"),
+        (lambda path: (path / "checkpoint.json").write_text("[" * 200_000), "checkpoint.json cannot be read"),
+        (lambda path: shutil.move(path / "plan.json", path / "moved"), "plan.json is missing"),
+        (
+            edit(parameters={"a": {"shape": [6], "count": 1, "kinds": {"weight": [[0, 0, 2], [0, 3, 6]]}}}),
+            "checkpoint.json lacks elements of a (weight) from 2 on",
+        ),
+        (
+            edit(parameters={"a": {"shape": [6], "count": 1, "kinds": {"weight": [[0, 0, 2], [1, 2, 6]]}}}),
+            "checkpoint.json does not list rank_00001.safetensors",
+        ),
+        (edit(files={}), "checkpoint.json does not list config.yaml"),
+        (add_file("../../secrets"), "checkpoint.json lists ../../secrets, which is no file of a checkpoint"),
+        (add_file("/etc/passwd"), "checkpoint.json lists /etc/passwd, which is no file of a checkpoint"),
         (edit(files={"a": None}), "checkpoint.json cannot be read"),
+        (
+            edit(parameters={"a": {"shape": [6], "count": 1, "kinds": {"weight": []}}}),
+            "checkpoint.json lacks elements of a (weight) from 0 on",
+        ),
     ],
 )
 def test_a_spoilt_one_is_named_and_the_one_before_is_taken(tmp_path: Path, spoil: Any, reason: str) -> None:
@@ -109,13 +141,19 @@ def test_a_step_that_is_saved_again_takes_the_place_of_the_old_one(tmp_path: Pat
         ("step_00000099\n", "latest names step_00000099, which is not there"),
         ("step_00000010\n", "latest names step_00000010"),
         ("step_00000020\n", None),
+        (b"\xff\xfe", "latest cannot be read (UnicodeDecodeError)"),
+        ("FOLDER", "latest cannot be read (IsADirectoryError)"),
     ],
 )
-def test_what_is_wrong_with_latest_is_said(tmp_path: Path, latest: str | None, note: str | None) -> None:
+def test_what_is_wrong_with_latest_is_said(tmp_path: Path, latest: str | bytes | None, note: str | None) -> None:
     make(tmp_path, 10)
     chosen = make(tmp_path, 20)
     (tmp_path / "latest").unlink()
-    if latest is not None:
+    if latest == "FOLDER":
+        (tmp_path / "latest").mkdir()
+    elif isinstance(latest, bytes):
+        (tmp_path / "latest").write_bytes(latest)
+    elif latest is not None:
         (tmp_path / "latest").write_text(latest)
     assert checkpoints.note_on_latest(tmp_path, chosen) == note
 
@@ -158,3 +196,25 @@ def test_what_a_killed_save_or_a_killed_removal_has_left_goes_with_the_next_save
     (tmp_path / ".step_00000000.old").mkdir()
     checkpoints.prune(tmp_path, 2, keep=None, keep_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_what_only_has_the_name_of_a_checkpoint_costs_no_save(tmp_path: Path) -> None:
+    tmp_path.joinpath("step_00000010").write_text("a file")
+    tmp_path.joinpath("step_00000020").symlink_to(tmp_path / "nowhere")
+    tmp_path.joinpath(".step_00000007.old").write_text("a file")
+    assert newest(tmp_path) == (None, [])
+    for step in (10, 20):
+        make(tmp_path, step)
+    checkpoints.prune(tmp_path, 20, keep=None, keep_every=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010", "step_00000020"]
+
+
+def test_a_checkpoint_is_complete_also_where_latest_cannot_be_moved(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest" / "in the way").mkdir(parents=True)
+    made = make(tmp_path, 20)
+    found, _ = newest(tmp_path)
+    assert found is not None
+    assert found.path == made
+    assert [path.name for path in tmp_path.glob(".*")] == [], "nothing is left of the attempt"

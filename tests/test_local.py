@@ -344,24 +344,32 @@ def drive(run_dir: Path, worker: list[str]) -> "subprocess.Popen[str]":
     return process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGHUP, 1)])
+@pytest.mark.parametrize(
+    ("number", "code", "state", "reason"),
+    [
+        (signal.SIGINT, 130, "failed", "stopped by SIGINT"),
+        (signal.SIGTERM, 75, "preempted", "stopped by SIGTERM before training had begun"),
+        (signal.SIGHUP, 75, "preempted", "stopped by SIGHUP before training had begun"),
+    ],
+)
 def test_a_signal_to_the_launcher_ends_every_process(
-    tmp_path: Path, worker: Worker, number: signal.Signals, code: int
+    tmp_path: Path, worker: Worker, number: signal.Signals, code: int, state: str, reason: str
 ) -> None:
+    """Twice: a second interrupt says now, and any other signal that comes again changes nothing."""
     run_dir = RunDir(tmp_path / "run")
     process = drive(run_dir.path, worker(FAMILY + "time.sleep(600)"))
     everybody = {*pids(run_dir), *(child.pid for child in psutil.Process(process.pid).children())}
     process.send_signal(number)
     ranks = [int(file.read_text()) for file in run_dir.path.glob("pid_*")]
     wait_until(lambda: all(is_gone(rank) for rank in ranks), 3)
-    process.send_signal(number)  # the second says: now
+    process.send_signal(number)
     output, _ = process.communicate(timeout=15)
     assert process.returncode == code
-    assert output.splitlines()[-1] == f"stopped by {number.name}"
+    assert output.splitlines()[-1] == reason
     assert len(everybody) == 7  # two ranks, their children and grandchildren, and the guard
     assert all(is_gone(pid) for pid in everybody)
     status = run_dir.read_status()
-    assert (status["state"], status["reason"]) == ("failed", f"stopped by {number.name}")
+    assert (status["state"], status["reason"]) == (state, reason if state == "failed" else number.name)
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, worker: Worker) -> None:

@@ -51,6 +51,9 @@ def leave(run_dir: Path, config: Config = BASE, steps: tuple[int, ...] = (5,), i
         aside.mkdir(parents=True)
         RunDir(aside).write_files({name: files[name] for name in ("config.yaml", "plan.json")})
         sizes = {name: {"bytes": len(files[name].encode()), "sha256": ""} for name in ("config.yaml", "plan.json")}
+        for name in ("rank_00000.safetensors", "rest.safetensors"):
+            (aside / name).touch()
+            sizes[name] = {"bytes": 0, "sha256": ""}
         checkpoints.complete(
             aside, {"format": 1, "step": step, "state": {"is_last": is_last}, "files": sizes, "parameters": {}}
         )
@@ -73,8 +76,8 @@ def refusal(run_dir: Path, wish: str) -> str:
 def test_a_new_directory_is_the_beginning_of_a_run(tmp_path: Path) -> None:
     assert origin(tmp_path / "new") is None
     assert origin(tmp_path / "new", "never") is None
-    line = f"checkpoint.resume=required: {tmp_path}/new/checkpoints holds no checkpoint that can be used; give another "
-    assert refusal(tmp_path / "new", "required") == line + "hydra.run.dir, or checkpoint.resume=never and a new one"
+    line = f"checkpoint.resume=required: {tmp_path}/new/checkpoints holds no checkpoint that can be used; mend one, or give another "
+    assert refusal(tmp_path / "new", "required") == line + "hydra.run.dir"
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(tmp_path: Path) -> None:

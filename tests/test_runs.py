@@ -252,10 +252,12 @@ def test_a_run_that_is_told_to_stop_leaves_no_process(endless: tuple["subprocess
     everybody = psutil.Process(process.pid).children(recursive=True)
     assert len(everybody) >= 5
     process.terminate()
+    time.sleep(0.2)
+    process.terminate()  # queues send it more than once, and nobody means by it that nothing is to be saved
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
     assert all(is_gone(child) for child in everybody)
     status = run_dir.read_status()
     assert status["state"] == "preempted"
     assert error == f"stopped by {status['reason']}, saved at step {status['checkpoint']}\n"
-    assert status["reason"] in ("SIGTERM to rank 0", "SIGTERM to rank 1")
+    assert status["reason"] == "SIGTERM to the launcher"

@@ -87,7 +87,10 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
 def _report(run_dir: RunDir, rank: ranks.Rank, kind: str, reason: str) -> None:
     """Leave word of a failure for the launcher, which tells the first of them."""
     failure = {"rank": rank.rank, "time": time.time(), "kind": kind, "reason": reason}
-    rundir.write_text(run_dir.failure(rank.rank), json.dumps(failure))
+    try:
+        rundir.write_text(run_dir.failure(rank.rank), json.dumps(failure))
+    except OSError as error:  # it stands in the log, if that takes it
+        print(f"{reason} ({error.strerror})", file=sys.stderr, flush=True)
 
 
 def _kind(error: BaseException) -> str:

@@ -6,7 +6,6 @@ written any other can load: a rank takes from all files what overlaps with what 
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -21,16 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from launcher import checkpoints
-from launcher.checkpoints import Checkpoint
+from launcher.checkpoints import REST, Checkpoint, file_of
 from launcher.errors import RunError
 from launcher.worker import slices
 from launcher.worker.engine import Engine
 from launcher.worker.slices import Record, Slice
 
 log = logging.getLogger(__name__)
-
-REST = "rest.safetensors"
-"""Frozen parameters and buffers, written by rank 0."""
 
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What DeepSpeed's dynamic loss scaler goes by."""
@@ -123,7 +119,7 @@ class Saver:
                     log.warning("checkpoints that are to go cannot be removed: %s", kept)
                 return None, sum(facts["bytes"] for facts in files.values())
             faults = [fault]
-        _attempt(lambda: shutil.rmtree(pending.aside))
+        _attempt(lambda: checkpoints.remove(pending.aside))
         others = f" (and {len(faults) - 1} other ranks)" if len(faults) > 1 else ""
         return faults[0] + others, 0
 
@@ -157,16 +153,12 @@ class _Pending:
         files.clear()  # and with it the memory of the copies
 
 
-def file_of(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
 def key_of(kind: str, name: str) -> str:
     return f"{kind}:{name}"
 
 
 def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    checkpoints.remove(folder)
     folder.mkdir(parents=True)
 
 

@@ -20,22 +20,29 @@ Values = Mapping[str, Any]
 
 
 class MetricsFile:
-    """``metrics.jsonl``: appended and flushed a line at a time, never truncated."""
+    """``metrics.jsonl``: appended a line at a time, never truncated; what a full disk refuses is written later."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-        if self._file.tell():
-            with path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # an earlier attempt was ended in the middle of a line
-                    self._file.write("\n")
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._left = b""
+        self._failed = False
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # an earlier attempt was ended in the middle of a line
+            self._left = b"\n"
 
     def log(self, values: Values) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        self._left += (json.dumps(values) + "\n").encode()
+        try:
+            while self._left:
+                self._left = self._left[os.write(self._file, self._left) :]
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                log.warning("metrics.jsonl cannot be written (%s); the run goes on, and tries again", error.strerror)
+            self._failed = True
 
     def finish(self, summary: Values) -> None:
-        self._file.close()
+        os.close(self._file)
 
 
 class TensorBoard:

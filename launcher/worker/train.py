@@ -17,7 +17,7 @@ from torch import nn
 from launcher import costs, decode, noise_scale, resume, traffic
 from launcher.batch import Cut
 from launcher.course import Course
-from launcher.errors import OutOfMemoryError, RunError
+from launcher.errors import OutOfMemoryError, RequestError, RunError
 from launcher.noise_scale import Estimate
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
@@ -113,7 +113,8 @@ class Trainer:
             self._evaluate()
             if self.stopped_by is None:
                 self._is_to_stop()
-        stops = self.stopped_by is not None
+        evaluated = not self.task.validation or self.evaluation.get("step") == done
+        stops = self.stopped_by is not None and not (last and evaluated)  # else it is done
         if self.saved != done and (last or stops or _is_due(done, self.config.checkpoint.every)):
             self._save(wait=last or stops)
         elif self.saver.pending and not self.others_write:
@@ -307,7 +308,7 @@ class Trainer:
             found = checkpoint.read(Path(wish))
         if found is None:
             if notes or wish == resume.REQUIRED:
-                raise RunError("; ".join([f"{self.run_dir.checkpoints} holds no checkpoint that can be used", *notes]))
+                raise RequestError(f"{resume.WISH}={wish}: {resume.none_in(self.run_dir.checkpoints, notes)}")
             return
         self.origin = "; ".join([f"going on from {found.path}, after step {found.step}", *notes])
         checkpoint.load(self.engine, found)

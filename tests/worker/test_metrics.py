@@ -7,6 +7,7 @@ import math
 import os
 import random
 import struct
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -243,6 +244,34 @@ def test_numbers_that_cannot_be_known_are_null(trained: Runs) -> None:
         assert line["tokens"] > 0
     evaluations = trained.lines("quiet", "eval")
     assert {(line["eval_loss"], line["eval_bits_per_base"]) for line in evaluations} == {(None, None)}
+
+
+FULL = """
+import json, logging, resource, signal, sys
+from pathlib import Path
+from launcher.worker.metrics import MetricsFile
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+path.write_text('{"step": 0}\\n{"step": ')
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+metrics = MetricsFile(path)
+for step in range(1, 21):
+    if step == 20:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    metrics.log({"step": step})
+metrics.finish({})
+"""
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_it_has_room(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "metrics.jsonl cannot be written (File too large); the run goes on, and tries again\n"
+    first, torn, *others = path.read_text().splitlines()
+    assert (first, torn) == ('{"step": 0}', '{"step": ')
+    assert [json.loads(line)["step"] for line in others] == list(range(1, 21))
 
 
 def test_without_logging_there_is_no_folder_for_trackers(trained: Runs) -> None:
