@@ -76,8 +76,8 @@ def refusal(run_dir: Path, wish: str) -> str:
 def test_a_new_directory_is_the_beginning_of_a_run(tmp_path: Path) -> None:
     assert origin(tmp_path / "new") is None
     assert origin(tmp_path / "new", "never") is None
-    line = f"checkpoint.resume=required: {tmp_path}/new/checkpoints holds no checkpoint that can be used; mend one, or give another "
-    assert refusal(tmp_path / "new", "required") == line + "hydra.run.dir"
+    line = f"checkpoint.resume=required: {tmp_path}/new/checkpoints holds no checkpoint that can be used; mend one, or "
+    assert refusal(tmp_path / "new", "required") == line + "give another hydra.run.dir"
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(tmp_path: Path) -> None:
