@@ -8,6 +8,7 @@ of Hydra's internals (hydra-core 1.3) is in this file.
 import argparse
 import dataclasses
 import os
+import re
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra.version
+import omegaconf._utils
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
@@ -61,6 +63,8 @@ class Composed:
     """The configuration without Hydra's own part."""
     run_dir: Path
     overrides: tuple[str, ...]
+    hydra: DictConfig | None = None
+    """Hydra's own part, for points that a sweeper chose."""
 
 
 class Composer:
@@ -180,7 +184,8 @@ def compose_point(loader: ConfigLoader, cfg: DictConfig, overrides: Sequence[str
             point.hydra.job.num = index
         HydraConfig.instance().set_config(point)
         subdir = str(OmegaConf.select(point, "hydra.sweep.subdir"))
-        return Composed(_job(point), sweep_folder(cfg) / subdir, tuple(overrides))
+        own = OmegaConf.create({"hydra": point.hydra}, flags={"allow_objects": True})
+        return Composed(_job(point), sweep_folder(cfg) / subdir, tuple(overrides), own)
 
 
 def _register() -> None:
@@ -286,8 +291,37 @@ def _folder(cfg: DictConfig, key: str) -> Path:
     return Path.cwd() / Path(folder).expanduser()
 
 
+NOT_A_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)\Z")
+"""What YAML 1.1 reads as a number to the base of 8 or 60: 010 as 8, and 1:30:00, which is a time, as 5400."""
+
+
+class _Repository(ConfigRepository):
+    """Hydra's files, with numbers read in them as on the command line, where only 5400 is 5400."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        # Hydra's sources call OmegaConf.load, which knows no loader but its own, and looks that up at every call.
+        original = omegaconf._utils.get_yaml_loader
+        omegaconf._utils.get_yaml_loader = lambda: _with_times_as_text(original())
+        try:
+            return super().load_config(config_path)
+        finally:
+            omegaconf._utils.get_yaml_loader = original
+
+
+def _with_times_as_text(loader: Any) -> Any:
+    """OmegaConf's own class of YAML loader, made anew at each call, with a rule before those for numbers."""
+    for first in "-+0123456789":
+        rules = loader.yaml_implicit_resolvers.get(first, [])
+        loader.yaml_implicit_resolvers[first] = [("tag:yaml.org,2002:str", NOT_A_NUMBER), *rules]
+    return loader
+
+
 class _Loader(ConfigLoaderImpl):
     """Hydra's loader, with two checks of its own between finding the files of a configuration and merging them."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = _Repository(config_search_path)
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         for source in repo.get_sources():

@@ -131,7 +131,7 @@ def _value(annotation: Any, value: Any, key: str) -> Any:
     if not isinstance(value, Mapping) and not (isinstance(annotation, type) and issubclass(annotation, Enum)):
         raise _wrong_kind(annotation, value, key)
     if origin is Mapping:
-        return _plain(value, key)
+        return _mapping(annotation, value, key)
     if annotation is Call:
         return _call(value, key)
     if annotation is CustomData:
@@ -296,26 +296,41 @@ def _str(value: Any, key: str) -> str:
     return value
 
 
+def _mapping(annotation: Any, node: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An open node. Where its values have a type, null leaves a name out."""
+    plain: dict[str, Any] = _plain(node, key)
+    _, item = typing.get_args(annotation)
+    if item is Any:
+        return plain
+    given = {name: value for name, value in plain.items() if value is not None}
+    items = _items([item] * len(given), list(given.values()), [f"{key}.{name}" for name in given])
+    return dict(zip(given, items, strict=True))
+
+
 def _list(annotation: Any, value: Any, key: str) -> list[Any]:
     if not isinstance(value, list):
         raise _wrong_kind(annotation, value, key)
     (item,) = typing.get_args(annotation)
-    return _items([item] * len(value), value, key)
+    return _items([item] * len(value), value, _indexed(key, value))
 
 
 def _tuple(annotation: Any, value: Any, key: str) -> tuple[Any, ...]:
     items = typing.get_args(annotation)
     if not isinstance(value, list) or len(value) != len(items):
         raise _wrong_kind(annotation, value, key)
-    return tuple(_items(items, value, key))
+    return tuple(_items(items, value, _indexed(key, value)))
 
 
-def _items(annotations: Collection[Any], values: list[Any], key: str) -> list[Any]:
+def _indexed(key: str, values: list[Any]) -> list[str]:
+    return [f"{key}[{index}]" for index in range(len(values))]
+
+
+def _items(annotations: Collection[Any], values: list[Any], keys: list[str]) -> list[Any]:
     items: list[Any] = []
     faults: list[str] = []
-    for index, (annotation, value) in enumerate(zip(annotations, values, strict=True)):
+    for annotation, value, key in zip(annotations, values, keys, strict=True):
         try:
-            items.append(_value(annotation, value, f"{key}[{index}]"))
+            items.append(_value(annotation, value, key))
         except RequestError as error:
             faults += error.faults
     if faults:
@@ -354,7 +369,7 @@ def _plain(value: Any, key: str) -> Any:
             raise RequestError(*faults)
         return node
     if isinstance(value, list):
-        return _items([Any] * len(value), value, key)
+        return _items([Any] * len(value), value, _indexed(key, value))
     if value == UNSET:
         raise RequestError(f"{key}: it must be given, and is still {UNSET}")
     if value is not None and not isinstance(value, bool | int | float | str):

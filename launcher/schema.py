@@ -121,6 +121,18 @@ class Checkpointing(str, Enum):
 
 class ClusterType(str, Enum):
     LOCAL = "local"
+    SLURM = "slurm"
+
+
+class Exclusive(str, Enum):
+    """With whom a job may share its nodes; each is stricter than sharing with everybody."""
+
+    USER = "user"
+    """Jobs of the same user."""
+    MCS = "mcs"
+    """Jobs of the same security label."""
+    TOPO = "topo"
+    """Nobody, and nobody on the rest of their segment of the network either; Slurm 24.05 and later."""
 
 
 class MicroBatch(str, Enum):
@@ -376,16 +388,84 @@ class Verify:
 
 @dataclass(frozen=True)
 class Cluster:
+    """Where the ranks run. What belongs to Slurm has no effect with ``type=local``.
+
+    From ``partition`` to ``tmp`` the keys are sbatch's long options, with ``_`` for ``-``, and mean what sbatch(1)
+    says; null leaves the option out, so that Slurm's own default holds.
+    """
+
     type: ClusterType = ClusterType.LOCAL
-    nodes: int = 1
+    nodes: int | str = 1
+    """A number, or a range such as 2-4: as many of them as Slurm can give."""
     ranks_per_node: int | None = None
     """null: one for each visible GPU, or one on a machine without."""
     allow_fewer_ranks: bool = False
     """Where the global batch cannot be cut over the ranks there are: leave out as few of them as it takes."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | int | None = None
+    """Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds."""
+    time_min: str | int | None = None
+    """As ``time``: Slurm may shorten the limit to this, to start the job earlier."""
+    gpus_per_node: int | str | None = None
+    """A number, with the type of the GPU if it matters: a100:4."""
+    gres: str | None = None
+    cpus_per_task: int | None = None
+    """Cores of a rank."""
+    mem: str | int | None = None
+    """Of each node: MiB, or with a suffix K, M, G, T; 0: all of it. At most one of mem, mem_per_gpu, mem_per_cpu."""
+    mem_per_gpu: str | int | None = None
+    mem_per_cpu: str | int | None = None
+    constraint: str | None = None
+    exclusive: bool | Exclusive = False
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    dependency: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    comment: str | None = None
+    begin: str | None = None
+    licenses: str | None = None
+    requeue: bool = True
+    """Whether Slurm may start the job again after a failure of a node or a preemption; the run then goes on."""
+    export: str = "ALL"
+    """Which variables of the environment that submits are seen in the job."""
+    nice: int | None = None
+    wckey: str | None = None
+    tmp: str | int | None = None
+    """Disk space under the temporary folder of each node, as ``mem``."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further long options of sbatch. true: the option without a value; false or null: not given."""
+    signal_lead: int | None = None
+    """Seconds before the end of ``time`` at which Slurm asks the run to save itself."""
+    max_requeues: int = 100
+    """The run is not queued again after so many times."""
+    max_parallel: int | None = None
+    """Points of a sweep that run at the same time; null: as many as Slurm starts."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell that the job runs first, such as "module load cuda"."""
+    container: list[str] = field(default_factory=list)
+    """What the command of a rank is put behind, such as [apptainer, exec, --nv, image.sif]."""
+    container_image: str | None = None
+    """With container_mounts and container_workdir: options that the plugin pyxis adds to srun."""
+    container_mounts: str | None = None
+    container_workdir: str | None = None
+    python: str | None = None
+    """The interpreter on the nodes; null: the one that submits."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are set in the job; null leaves one out."""
+    stage_to: str | None = None
+    """A folder on the disk of each node, such as $SLURM_TMPDIR, to which the cache of the genome is copied."""
 
 
 @dataclass(frozen=True)
 class Sweep:
+    rerun_done: bool = False
+    """Run points again that an earlier command in the same directory has done; what they left is put aside."""
+    wait: bool = False
+    """Of points that are submitted to Slurm: stay until all have ended."""
     skip_invalid: bool = False
     """Leave out the points that cannot be run, instead of refusing the sweep."""
 

@@ -5,9 +5,9 @@ import re
 from dataclasses import fields
 from typing import Any
 
-from launcher import targets
+from launcher import slurm_options, targets
 from launcher.genome import alphabet
-from launcher.schema import BatchScheduleType, Config, CustomData, Data, Objective
+from launcher.schema import BatchScheduleType, ClusterType, Config, CustomData, Data, Objective
 
 MAX_SEED = 2**63 - 1
 
@@ -38,7 +38,9 @@ def check(config: Config) -> list[str]:
     for name in (field.name for field in fields(config.parallel)):
         if (degree := getattr(config.parallel, name)) != 1:
             faults.append(f"parallel.{name}={degree}: only data parallelism is available; set it to 1")
-    if config.cluster.nodes != 1:
+    if config.cluster.type is ClusterType.SLURM:
+        faults += slurm_options.check(config.cluster)
+    elif config.cluster.nodes != 1:
         faults.append(f"cluster.nodes={config.cluster.nodes}: cluster=local runs on this machine; set it to 1")
     if config.batch_schedule.type is BatchScheduleType.NOISE_SCALE and not config.train.noise_scale:
         faults.append("train.noise_scale=false: batch_schedule.type=noise_scale goes by it; set it to true")
@@ -89,7 +91,6 @@ def _check_train(config: Config) -> list[str]:
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "checkpoint.keep_every": config.checkpoint.keep_every,
-        "cluster.nodes": config.cluster.nodes,
         "cluster.ranks_per_node": config.cluster.ranks_per_node,
     }
     faults += [

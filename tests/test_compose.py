@@ -3,14 +3,17 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from launcher import __version__, compose, decode
+from launcher import __version__, compose, decode, slurm_options
 from launcher.compose import Composed, Composer
 from launcher.errors import RequestError
+from tests.test_slurm_options import BEGINS, DEPENDENCIES, MEMORY, TIMES
 
 
 @pytest.fixture(autouse=True)
@@ -344,6 +347,94 @@ def test_an_experiment_may_set_what_no_option_sets(mine: Path) -> None:
     assert composed["zero"]["stage"] == 2
     assert composed["zero"]["overlap_comm"] is True
     assert composed["model"]["dropout"] == 0.1
+
+
+def test_files_and_the_command_line_read_the_same_text_alike(mine: Path) -> None:
+    times = ["1:30", "12:00", "1:30:00", "190:20:30.5", "-1:30", "0030", "010130", "1-12:30", "2030-01-20"]
+    texts = ["2030-01-20T12:34:00", "now+1hour", "a100:4", "2-4", "8G"]
+    numbers = {"0": 0, "-1": -1, "90": 90, "1_000": 1000, "1e-3": 0.001, "0.5": 0.5, "true": True, "null": None}
+    values = {text: text for text in times + texts} | numbers
+    named = {f"key{index}": text for index, text in enumerate(values)}
+    expected = dict(zip(named, values.values(), strict=True)) | {"all": list(values.values())}
+    lines = "".join(f"  {name}: {text}\n" for name, text in named.items()) + f"  all: [{', '.join(values)}]\n"
+    (mine / "cluster").mkdir()
+    (mine / "cluster" / "site.yaml").write_text(f"type: slurm\nextra:\n{lines}")
+    for argv in (
+        ["--config-dir", str(mine), "cluster=site"],
+        [f"hydra.searchpath=[file://{mine}]", "cluster=site"],
+        [
+            *(f"+cluster.extra.{name}={text}" for name, text in named.items()),
+            f"+cluster.extra.all=[{','.join(values)}]",
+        ],
+    ):
+        extra = node(*argv)["cluster"]["extra"]
+        assert extra == expected
+        assert [type(value) for value in extra.values()] == [type(value) for value in expected.values()]
+
+
+def test_every_form_of_slurm_s_survives_files_and_the_command_line(mine: Path) -> None:
+    forms = {str(form) for form in (*TIMES, *MEMORY, *BEGINS, *DEPENDENCIES)}
+    named = {f"key{index}": form for index, form in enumerate(sorted(forms))}
+    (mine / "cluster").mkdir()
+    lines = "".join(f"  {name}: {form}\n" for name, form in named.items())
+    (mine / "cluster" / "site.yaml").write_text(f"type: slurm\nextra:\n{lines}")
+    for argv in (
+        ["--config-dir", str(mine), "cluster=site"],
+        [f"+cluster.extra.{name}=" + (f"'{form}'" if "," in form else form) for name, form in named.items()],
+    ):
+        extra = node(*argv)["cluster"]["extra"]
+        assert {name: str(value) for name, value in extra.items()} == named
+
+
+def test_the_site_of_the_page_on_slurm_composes_and_has_no_fault(mine: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "slurm.md").read_text()
+    example = re.search(r"\n((?:    .*\n)+)", page.partition("## Options")[2])
+    assert example is not None
+    (mine / "cluster").mkdir()
+    (mine / "cluster" / "site.yaml").write_text(textwrap.dedent(example[1]))
+    cluster = decode.decode(node("--config-dir", str(mine), "cluster=site")).cluster
+    assert slurm_options.check(cluster) == []
+    assert slurm_options.directives(cluster) == [
+        "#SBATCH --account=my_lab",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --nodes=1",
+        "#SBATCH --cpus-per-task=12",
+        "#SBATCH --gpus-per-node=a100:4",
+        "#SBATCH --mem=200G",
+        "#SBATCH --time=1-12:00:00",
+        "#SBATCH --requeue",
+        "#SBATCH --export=ALL",
+        "#SBATCH --gpu-bind=none",
+        "#SBATCH --contiguous",
+        "#SBATCH --ear=off",
+    ]
+
+
+def test_a_sweep_stated_in_a_file_goes_over_times(mine: Path) -> None:
+    (mine / "base.yaml").write_text(
+        "defaults:\n  - config\n  - _self_\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      cluster.time: 1:30:00\n"
+    )
+    composer = Composer(["--config-dir", str(mine), "--config-name", "base"])
+    cfg = composer.compose()
+    (point,) = composer.points(cfg)
+    assert composer.point(cfg, point, 0).node["cluster"]["time"] == "1:30:00"
+
+
+def test_only_files_that_are_composed_are_read_like_that() -> None:
+    node("cluster=slurm", "cluster.time=1:30:00")
+    assert OmegaConf.create("time: 1:30:00").time == 5400
+
+
+def test_times_are_shown_and_frozen_as_they_were_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["+experiment=dna_8k", "cluster=slurm", "cluster.time=1:30:00", "cluster.begin=010130"]
+    shown_text = shown(capsys, "--cfg", "job", "-p", "cluster", *argv)
+    assert "\ntime: '1:30:00'\n" in shown_text
+    config = decode.decode(single(*argv).node)
+    (tmp_path / "config.yaml").write_text(decode.dump(config))
+    frozen = decode.load(tmp_path / "config.yaml")
+    assert frozen == config
+    assert (frozen.cluster.time, frozen.cluster.begin) == ("1:30:00", "010130")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -182,6 +182,15 @@ def test_a_secret_of_the_environment_is_found_under_any_name() -> None:
     ]
 
 
+def test_an_open_node_of_text_takes_whole_numbers_too_and_null_leaves_a_name_out() -> None:
+    cluster = {"environment": {"A": "x", "B": 8, "C": None}}
+    assert decode.decode(node(cluster=cluster)).cluster.environment == {"A": "x", "B": "8"}
+    assert faults(cluster={"environment": {"A": 0.5, "B": [1]}}) == [
+        "cluster.environment.A=0.5: it must be text",
+        "cluster.environment.B=[1]: it must be text",
+    ]
+
+
 def test_a_frozen_configuration_is_read_back_exactly(tmp_path: Path) -> None:
     rng = random.Random(0)
     words = [
@@ -212,6 +221,12 @@ def test_a_frozen_configuration_is_read_back_exactly(tmp_path: Path) -> None:
                 optimizer={"lr": rng.random() * 1e-5, "betas": [rng.random(), rng.random()], "eps": 1e-30},
                 precision={"dtype": "bf16", "communication_data_type": rng.choice([None, "fp32"])},
                 logging={"tags": [text]},
+                cluster={
+                    "time": rng.choice([90, text]),
+                    "setup": [text],
+                    "environment": {"A": text},
+                    "extra": {"b": text},
+                },
                 deepspeed={"a": {"b": [1, {"c": text}]}},
             )
         )
