@@ -1,10 +1,13 @@
 """How many GPUs this machine offers, found without torch."""
 
+import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 DEVICES = Path("/dev")
@@ -36,6 +39,24 @@ def kinds(environment: Mapping[str, str] = os.environ) -> str:
         return " + ".join(sorted(set(answer.stdout.splitlines())))
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"CPU, {gib:.0f} GiB"
+
+
+def operators_folder() -> Path:
+    """Where torch keeps what it compiles for this kind of node: a home folder may be shared by nodes with other
+    processors, which could not execute it."""
+    processor = next((line for line in _lines_of("/proc/cpuinfo") if line.startswith(("model name", "CPU part"))), "")
+    facts = [platform.machine(), processor, kinds() if visible_gpus() else "", platform.python_version()]
+    facts += [metadata.version(package) for package in ("torch", "deepspeed")]
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(users).expanduser() / "okazaki" / "operators" / key
+
+
+def _lines_of(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _gpus_of_the_driver() -> int:

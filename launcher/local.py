@@ -1,36 +1,28 @@
 """Runs the ranks of one run on this machine, and sees to it that all of them end together."""
 
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launcher import devices, guard
+from launcher import devices, failures, guard
 from launcher.errors import OutOfMemoryError, RequestError, RunError, RunInterruptedError, RunPreemptedError
+from launcher.failures import Failure
 from launcher.progress import Progress
 from launcher.ranks import STORE_FD
-from launcher.rundir import FAILURE, MEMORY, PREEMPTED, REQUEST, RunDir
+from launcher.rundir import FAILURE, PREEMPTED, RunDir
 from launcher.schema import Config, Mode
 
 WORKER = (sys.executable, "-m", "launcher.worker")
 
 POLL_S = 0.05
-
-LOST_A_PEER = re.compile(
-    r"Connection (reset|closed) by peer|remote process exited|Broken pipe|waited for other ranks|another rank was",
-    re.IGNORECASE,
-)
-"""What gloo and NCCL say on a rank whose peer is gone, and this program on one that got no answer or fails with it."""
-
 
 PARTED = "op.preamble.length <= op.nbytes"
 """What gloo says where two ranks are at different collectives."""
@@ -210,38 +202,27 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
     peers noticed. Collectives abort where a peer is lost, but also where peers disagree: an abort is taken to come
     after what others note, unless all that they note is that they have lost a peer.
     """
-    found: list[tuple[bool, float, Rank, str, str]] = []
+    found: list[Failure] = []
     for rank in ranks:
-        note = _failure(run_dir.failure(rank.number))
+        note = failures.noted(run_dir, rank.number)
         if note is not None:
-            reason = str(note["reason"])
-            lost_a_peer = LOST_A_PEER.search(reason) is not None
-            found.append((lost_a_peer, float(str(note["time"])), rank, str(note["kind"]), reason))
+            found.append(note)
         elif rank in failed:
             assert rank.code is not None
             assert rank.seen_dead is not None
             when = rank.seen_dead if -rank.code == signal.SIGABRT else rank.seen_alive
-            found.append((False, when, rank, FAILURE, _end_of(rank.code, run_dir.log(rank.number))))
+            reason = _end_of(rank.code, run_dir.log(rank.number))
+            found.append(Failure(False, when, rank.number, FAILURE, reason))
+    all_lost_a_peer = all(failure.lost_a_peer for failure in found)
     left = [rank for rank in ranks if rank.code == 0]
-    if left and all(lost_a_peer for lost_a_peer, *_ in found):
+    if left and all_lost_a_peer:
         log = run_dir.log(left[0].number)
         return RunError(f"rank {left[0].number} failed: it ended before the run did, with exit code 0 (log: {log})")
     silent = [rank for rank in ranks if rank.code is None and not run_dir.failure(rank.number).exists()]
-    if silent and all(lost_a_peer for lost_a_peer, *_ in found):
+    if silent and all_lost_a_peer:
         # All others wait, and this one does not even say so: it was stopped, or its machine does not answer.
         return RunError(f"rank {silent[0].number} failed: no sign of life (log: {run_dir.log(silent[0].number)})")
-    *_, first, kind, reason = min(found, key=lambda entry: entry[:2])
-    if kind == REQUEST:
-        return RequestError(*reason.splitlines())
-    error = OutOfMemoryError if kind == MEMORY else RunError
-    return error(f"rank {first.number} failed: {reason} (log: {run_dir.log(first.number)})")
-
-
-def _failure(path: Path) -> Mapping[str, object] | None:
-    if not path.exists():
-        return None
-    note: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
-    return note
+    return failures.error(min(found), run_dir)
 
 
 def _end_of(code: int, log: Path) -> str:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -15,12 +16,12 @@ from launcher.errors import RequestError
 log = logging.getLogger(__name__)
 
 KEY = "hydra.run.dir"
-PREEMPTED = "preempted"
+SUBMITTED, PREEMPTED = "submitted", "preempted"
 REQUEST, MEMORY, FAILURE = "request", "memory", "failure"
 """Why a rank ended, as it notes it: what was asked for cannot be, a micro-batch was too large, or anything else."""
 
 ATTEMPT_FILES = ("config.yaml", "plan.json", "deepspeed.json", "submit.sbatch")
-"""What describes an attempt, and is put aside when the next one begins."""
+"""What describes an attempt, and is kept when the next one begins."""
 
 
 class RunDir:
@@ -62,6 +63,11 @@ class RunDir:
         """What a rank that fails writes before it ends: {rank, time, reason, kind: "request" or "failure"}."""
         return self.logs / f"rank_{rank:05d}.failure.json"
 
+    def seal(self, attempt: str) -> Path:
+        """A file that the first node makes for an attempt of a Slurm job: where it is missing, the directory is another
+        one. Its name is new each time, so that no network file system has an answer from before."""
+        return self.logs / f"slurm_{attempt}.begun"
+
     @classmethod
     def create(cls, path: Path, may_continue: bool = False) -> "RunDir":
         """Make the directory of a run and hold its lock until ``release`` or the end of this process.
@@ -100,14 +106,15 @@ class RunDir:
         return self.config.exists() or self.metrics.exists()
 
     def begin_attempt(self) -> int:
-        """Put aside what describes the attempt before, if there was one; returns the number of the new one."""
+        """Keep what describes the attempt before, if there was one; returns the number of the new one."""
         before = self.read_status().get("attempt", 0)
         if self.config.exists():
             folder = self.path / "attempts" / str(before)
             folder.mkdir(parents=True, exist_ok=True)
             for name in ATTEMPT_FILES:
                 if (self.path / name).exists():
-                    (self.path / name).replace(folder / name)
+                    # A copy: a job that is killed here is started again, and finds its configuration.
+                    shutil.copy2(self.path / name, folder / name)
         for failure in self.logs.glob("*.failure.json"):
             failure.unlink()
         return int(before) + 1
