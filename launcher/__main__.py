@@ -4,12 +4,15 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from launcher import output
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, RequestError, RunError
 from launcher.schema import Mode
+
+LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "torchrun": "LOCAL_WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE"}
+"""Programs that start others many times, and where they say how often."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def act(argv: Sequence[str]) -> None:
+    _refuse_many(os.environ)
     with _quick():
         # Imported in here, since most of what is made on the way to a plan is modules.
         from launcher import job
@@ -49,6 +53,18 @@ def act(argv: Sequence[str]) -> None:
         job.show(run)
     else:
         job.run(run)
+
+
+def _refuse_many(environment: Mapping[str, str]) -> None:
+    """This program starts the ranks itself: where another launcher has started it as one of several, there would be N
+    runs of N ranks. Raises RequestError."""
+    for launcher, variable in LAUNCHERS.items():
+        number = environment.get(variable, "1")
+        if number.isdigit() and int(number) > 1:
+            raise RequestError(
+                f"{launcher} has started this program {number} times ({variable}), and each would start a run of its "
+                f"own: start it once, without {launcher}; cluster=slurm submits it"
+            )
 
 
 @contextmanager

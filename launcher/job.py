@@ -3,19 +3,32 @@
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpoints, decode, micro_batch, nodes, plan, resume, rundir, salvage
-from launcher.compose import Composed
+from launcher import (
+    checkpoints,
+    decode,
+    micro_batch,
+    nodes,
+    plan,
+    resume,
+    rundir,
+    salvage,
+    slurm,
+)
+from launcher.batch import Cut
+from launcher.compose import Composed, shipped
 from launcher.errors import OutOfMemoryError, RequestError, RunError
+from launcher.micro_batch import Trial
 from launcher.output import say
 from launcher.plan import Plan
 from launcher.resume import Origin
-from launcher.rundir import RunDir
-from launcher.schema import Config, MicroBatch, Mode
+from launcher.rundir import SUBMITTED, RunDir
+from launcher.schema import ClusterType, Config, MicroBatch, Mode
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,10 @@ def prepare(composed: Composed) -> Job:
     config, faults = salvage.salvage(composed.node)
     config = decode.with_absolute_paths(config, Path.cwd())
     faults += nodes.secrets(decode.encode(config), os.environ)
-    faults += rundir.check(composed.run_dir, _may_continue(config))
+    faults += rundir.check(composed.run_dir, may_continue(config))
     origin = None
     try:
-        if not faults and _may_continue(config):
+        if not faults and may_continue(config):
             origin = resume.origin(config, composed.run_dir)
     except RequestError as error:
         faults += error.faults
@@ -51,24 +64,29 @@ def prepare(composed: Composed) -> Job:
     return Job(config, made, composed.run_dir, origin)
 
 
-def _may_continue(config: Config) -> bool:
+def may_continue(config: Config) -> bool:
     return config.mode is not Mode.VERIFY and config.checkpoint.resume != resume.NEVER
 
 
 def show(job: Job) -> None:
-    """Print the plan of a job; writes nothing."""
+    """Print the plan of a job, and the script that would be submitted; writes nothing."""
     plan.render(job.plan, job.run_dir)
+    if job.config.cluster.type is ClusterType.SLURM:
+        print(script(job))
 
 
 def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
-    """Make the run directory, freeze the configuration and the plan in it, and train, or verify.
+    """Make the run directory, freeze the configuration and the plan in it, and train, verify, or submit it.
 
     ``worker`` is the command of a rank, if another than this program's own. Raises RequestError if the directory cannot
     be had, RunError if a cut does not pass, and whatever ``local.run`` raises.
     """
     from launcher import local, progress  # not needed to plan, which has to be quick
 
-    run_dir = RunDir.create(job.run_dir, _may_continue(job.config))
+    submits = job.config.cluster.type is ClusterType.SLURM
+    if submits:
+        slurm.check(script(job), job.run_dir)
+    run_dir = RunDir.create(job.run_dir, may_continue(job.config))
     try:
         if job.origin is not None and resume.is_done(job.config, job.origin):
             say(
@@ -80,12 +98,13 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
             progress.print_summary(run_dir)
             return run_dir
         say(f"run directory {run_dir.path}")
-        if job.config.mode is Mode.VERIFY:
+        if submits:
+            _submit(job, run_dir)
+        elif job.config.mode is Mode.VERIFY:
             _begin_attempt(job, run_dir)
-            _freeze(job, run_dir)
-            # One rank first: it computes the whole batch, which the others are held against.
-            local.run(job.config, sorted({1, job.plan.num_ranks}), None, run_dir, worker)
-            _judge(job.config, run_dir)
+            freeze(job.plan, run_dir)
+            local.run(job.config, groups(job.plan), None, run_dir, worker)
+            judge(job.config, run_dir)
         else:
             _train(job, run_dir, worker)
             progress.print_summary(run_dir)
@@ -105,9 +124,64 @@ def _begin_attempt(job: Job, run_dir: RunDir) -> None:
         say("; ".join([resume.describe(job.origin), *job.origin.notes, *([changes] if changes else [])]))
 
 
-def _freeze(job: Job, run_dir: RunDir, **facts: Any) -> None:
+def freeze(made: Plan, run_dir: RunDir, **facts: Any) -> None:
     """What the ranks go by; ``facts`` are added to the plan."""
-    run_dir.write_files({run_dir.config.name: decode.dump(job.plan.config), **plan.files(job.plan, **facts)})
+    run_dir.write_files({run_dir.config.name: decode.dump(made.config), **plan.files(made, **facts)})
+
+
+def script(job: Job) -> str:
+    """What is given to sbatch for one run."""
+    return slurm.script(_template(), job.plan, [job.run_dir], _measured_lead(job.run_dir))
+
+
+def array_script(jobs: Sequence[Job]) -> str:
+    """The same for several runs of one shape."""
+    return slurm.script(_template(), jobs[0].plan, [job.run_dir for job in jobs], None, is_array=True)
+
+
+def shape(job: Job) -> str:
+    """The same for runs that can be in one array: they ask for the same resources, in the same environment."""
+    return slurm.script(_template(), job.plan, [], None)
+
+
+def _template() -> str:
+    return (shipped("slurm") / slurm.SCRIPT).read_text(encoding="utf-8")
+
+
+def _measured_lead(run_dir: Path) -> float | None:
+    """Seconds that an earlier attempt needed to save itself."""
+    return RunDir(run_dir).read_status().get("signal_lead_s")
+
+
+def set_up(job: Job, run_dir: RunDir) -> None:
+    """Freeze a run that a Slurm job is to do."""
+    number = run_dir.read_status().get("job")
+    if number is not None and slurm.is_alive(number):
+        raise RequestError(
+            f"{rundir.KEY}={run_dir.path}: job {number} is at work on it; wait, or scancel {number}, or give another "
+            f"{rundir.KEY}"
+        )
+    _begin_attempt(job, run_dir)
+    freeze(job.plan, run_dir)
+    run_dir.write_files({slurm.SCRIPT: script(job)})
+    run_dir.write_status(state=SUBMITTED, job=None, reason=None, activity=None, step=run_dir.last_step())
+    run_dir.write_status(begun=False, requeues=0, trials=[], groups_done=0)
+
+
+def _submit(job: Job, run_dir: RunDir) -> None:
+    """Put a run into the queue of Slurm; returns at once."""
+    set_up(job, run_dir)
+    try:
+        number = slurm.submit(script(job), run_dir.path)
+    except RequestError as error:
+        run_dir.write_status(state="failed", reason=str(error))
+        raise
+    run_dir.write_status(job=number)
+    where = shlex.quote(str(run_dir.path))
+    say(f"submitted as job {number}")
+    say(f"  follow:  tail -F {where}/logs/rank_00000.log")
+    say(f"  cancel:  scancel {number}; what the ranks can save before Slurm kills them is kept")
+    say(f"  go on:   the same command with {rundir.KEY}={where}")
 
 
 def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
@@ -120,78 +194,92 @@ def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
         if job.config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO:
             job = _fitted(job, run_dir, worker)
             run_dir.write_status(micro_batch_size=None)
-        _freeze(job, run_dir)
+        freeze(job.plan, run_dir)
         try:
             local.run(job.config, [job.plan.num_ranks], job.plan.num_steps, run_dir, worker)
             return
         except OutOfMemoryError as error:
-            finer = _finer(job, run_dir.read_status().get("micro_batch_size"))
-            if finer is None:
+            made = finer(job.plan, run_dir.read_status().get("micro_batch_size"))
+            if made is None:
                 local.fail(run_dir, error)
                 raise
-            batch = finer.config.batch.train_micro_batch_size_per_gpu
+            batch = made.config.batch.train_micro_batch_size_per_gpu
             say(f"{error}; the run goes on with batch.train_micro_batch_size_per_gpu={batch}")
-            job = finer
+            origin = resume.origin(made.config, job.run_dir)
+            job = dataclasses.replace(job, config=made.config, plan=made, origin=origin)
 
 
-def _finer(job: Job, reached: int | None) -> Job | None:
+def finer(made: Plan, reached: int | None) -> Plan | None:
     """The same steps in smaller micro-batches, from the newest checkpoint; None where they are of one sequence.
 
     ``reached`` is what ranks have come down to by themselves.
     """
-    whole = job.plan.cut.micro_batch_size * job.plan.cut.gradient_accumulation_steps
-    micro = reached or job.plan.cut.micro_batch_size
-    cut = replace(job.plan.cut, micro_batch_size=micro, gradient_accumulation_steps=whole // micro).finer()
+    whole = made.cut.micro_batch_size * made.cut.gradient_accumulation_steps
+    micro = reached or made.cut.micro_batch_size
+    cut = replace(made.cut, micro_batch_size=micro, gradient_accumulation_steps=whole // micro).finer()
     if cut is None:
         return None
     # Also where an earlier run's checkpoints were not wanted, it goes on from its own.
-    own = dataclasses.replace(job.config.checkpoint, resume=resume.AUTO)
-    config = dataclasses.replace(job.config, checkpoint=own)
-    finer = _with_micro_batches(dataclasses.replace(job, config=config), cut.micro_batch_size)
-    return dataclasses.replace(finer, origin=resume.origin(config, job.run_dir))
+    own = dataclasses.replace(made.config.checkpoint, resume=resume.AUTO)
+    return _with_micro_batches(dataclasses.replace(made.config, checkpoint=own), made.cut, cut.micro_batch_size)
 
 
-def _with_micro_batches(job: Job, size: int) -> Job:
+def _with_micro_batches(config: Config, cut: Cut, size: int) -> Plan:
     """The same steps cut into micro-batches of ``size``."""
-    by_tokens = job.config.batch.train_batch_tokens is not None
+    by_tokens = config.batch.train_batch_tokens is not None
     batch = dataclasses.replace(
-        job.config.batch,
-        train_batch_size=None if by_tokens else job.plan.cut.train_batch_size,
+        config.batch,
+        train_batch_size=None if by_tokens else cut.train_batch_size,
         train_micro_batch_size_per_gpu=size,
         gradient_accumulation_steps=None,
     )
-    config = dataclasses.replace(job.config, batch=batch)
-    return dataclasses.replace(job, config=config, plan=plan.make(config))
+    return plan.make(dataclasses.replace(config, batch=batch))
 
 
 def _fitted(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> Job:
-    """The same steps in the largest micro-batches that fit, which ranks of their own try out; remembered."""
+    """The same steps in the largest micro-batches that fit, which ranks of their own try out."""
     from launcher import local
 
-    config, sizes = job.config, plan.micro_batch_sizes(job.config, job.plan.cut)
-    key = micro_batch.key(config, job.plan.num_ranks)
+    def trial(tried: Sequence[int]) -> int | None:
+        run_dir.write_status(micro_batch_size=None)
+        freeze(job.plan, run_dir, micro_batch_sizes=list(tried))
+        with contextlib.suppress(OutOfMemoryError):
+            local.run(job.config, [job.plan.num_ranks], None, run_dir, worker, is_all=False)
+        found = run_dir.read_status()["micro_batch_size"]
+        return None if found is None else int(found)
+
+    try:
+        made = fitted(job.plan, trial)
+    except RunError as error:
+        local.fail(run_dir, error)
+        raise
+    return dataclasses.replace(job, config=made.config, plan=made)
+
+
+def fitted(made: Plan, trial: Trial) -> Plan:
+    """The same steps in the largest micro-batches that fit, by trials unless that is remembered.
+
+    Raises RunError where none fits.
+    """
+    config, sizes = made.config, plan.micro_batch_sizes(made.config, made.cut)
+    key = micro_batch.key(config, made.num_ranks)
     size = micro_batch.remembered(key, sizes)
     if size is None:
-
-        def trial(tried: Sequence[int]) -> int | None:
-            run_dir.write_status(micro_batch_size=None)
-            _freeze(job, run_dir, micro_batch_sizes=list(tried))
-            with contextlib.suppress(OutOfMemoryError):
-                local.run(config, [job.plan.num_ranks], None, run_dir, worker, is_all=False)
-            found = run_dir.read_status()["micro_batch_size"]
-            return None if found is None else int(found)
-
         size = micro_batch.largest(sizes, trial)
         if size is None:
-            error = RunError("a micro-batch of one sequence does not fit into memory")
-            local.fail(run_dir, error)
-            raise error
+            raise RunError("a micro-batch of one sequence does not fit into memory")
         micro_batch.remember(key, size)
     say(f"batch.train_micro_batch_size_per_gpu=auto: {size}, of {', '.join(map(str, sizes))}")
-    return _with_micro_batches(job, size)
+    return _with_micro_batches(config, made.cut, size)
 
 
-def _judge(config: Config, run_dir: RunDir) -> None:
+def groups(made: Plan) -> list[int]:
+    """Of ranks that verify a run, one after another: the single one computes the whole batch, which the others are held
+    against."""
+    return sorted({1, made.num_ranks})
+
+
+def judge(config: Config, run_dir: RunDir) -> None:
     """Write ``verify.json`` from what the ranks left, and print it; raises RunError if a cut does not pass."""
     from launcher import verify
 

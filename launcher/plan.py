@@ -19,6 +19,8 @@ from launcher import (
     lr,
     noise_scale,
     parameters,
+    ranks,
+    slurm_options,
     steps,
     traffic,
     validate,
@@ -30,7 +32,20 @@ from launcher.deepspeed_json import DeepSpeedJSON
 from launcher.errors import RequestError
 from launcher.genome import Genome
 from launcher.lr import Rates
-from launcher.schema import Config, Count, CustomData, Data, Device, MicroBatch, Mode, Scaling, Tail
+from launcher.rundir import RunDir
+from launcher.schema import (
+    Cluster,
+    ClusterType,
+    Config,
+    Count,
+    CustomData,
+    Data,
+    Device,
+    MicroBatch,
+    Mode,
+    Scaling,
+    Tail,
+)
 from launcher.steps import Steps
 
 if TYPE_CHECKING:
@@ -80,10 +95,10 @@ def make(config: Config) -> Plan:
             faults.extend(error.faults)
             return None
 
-    ranks = attempt(num_ranks, config)
+    size = attempt(num_ranks, config)
     schedule = CONSTANT if schedule_faults else config.batch_schedule
     solve = batch.solve_for_fewer if config.cluster.allow_fewer_ranks else batch.solve
-    cut = attempt(solve, config.batch, ranks, length, schedule) if ranks is not None and ranks > 0 else None
+    cut = attempt(solve, config.batch, size, length, schedule) if size is not None and size > 0 else None
     read: Genome | None = None
     if isinstance(config.data, Data):
         data_faults = genome.check(config.data)
@@ -106,6 +121,8 @@ def make(config: Config) -> Plan:
             if known is not None and known >= 1:
                 faults += lr.check_length(config.lr_schedule, known, config.lr_schedule.warmup_steps)
     faults += traffic.check(config)
+    if cut is not None:
+        faults += _check_nodes(config, cut, solve)
     if cut is not None and not schedule_faults:
         faults += noise_scale.check(config, cut)
     if cut is not None and config.mode is Mode.VERIFY:
@@ -116,7 +133,7 @@ def make(config: Config) -> Plan:
     if isinstance(config.data, Data) and read is not None and genome.reads_a_pipe(config.data):
         # A pipe can be read only once: the ranks find its bases in the cache.
         config = replace(config, data=replace(config.data, fasta=read.fasta))
-    if config.offload.nvme_path is not None:
+    if config.offload.nvme_path is not None and not _is_elsewhere(config):
         expanded = os.path.expandvars(config.offload.nvme_path)
         config = replace(config, offload=replace(config.offload, nvme_path=expanded))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)
@@ -124,17 +141,42 @@ def make(config: Config) -> Plan:
 
 def _check_packages(config: Config) -> list[str]:
     """What the ranks import has to be installed where they run; a plan can be made without."""
-    needed = [] if config.mode is Mode.PLAN else ["torch", "deepspeed", "transformers"]
+    cluster = config.cluster
+    others = cluster.python or cluster.setup or cluster.container or cluster.container_image
+    is_unknown = config.mode is Mode.PLAN or (_is_elsewhere(config) and others)
+    needed = [] if is_unknown else ["torch", "deepspeed", "transformers"]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if not missing:
         return []
-    return [f"training needs {', '.join(missing)}, not installed for {sys.executable}: pip install 'okazaki[train]'"]
+    remedy = "; or set cluster.python, setup or container to what the nodes have" if _is_elsewhere(config) else ""
+    return [
+        f"training needs {', '.join(missing)}, not installed for {sys.executable}: pip install 'okazaki[train]'{remedy}"
+    ]
+
+
+def _check_nodes(config: Config, cut: Cut, solve: Callable[..., Cut]) -> list[str]:
+    """Every number of nodes that Slurm may grant has to share the same global batch."""
+    cluster = config.cluster
+    if cluster.type is not ClusterType.SLURM:
+        return []
+    least, most = slurm_options.node_range(cluster.nodes)
+    for nodes in range(least, most):
+        try:
+            fewer = solve(config.batch, nodes * ranks_per_node(cluster), sequence_length(config), config.batch_schedule)
+        except RequestError as error:
+            remedy = "or set cluster.allow_fewer_ranks=true"
+            return [f"cluster.nodes={cluster.nodes}: with {nodes} of them {error.faults[0]}; {remedy}"]
+        if fewer.train_batch_size != cut.train_batch_size:
+            return [
+                f"cluster.nodes={cluster.nodes}: the global batch must not depend on it; set batch.train_batch_size"
+            ]
+    return []
 
 
 def _check_nvme(config: Config) -> list[str]:
     """The folder for offloading is on this machine, as its ranks are; its form is checked with the DeepSpeed JSON."""
     path = config.offload.nvme_path
-    if Device.NVME not in (config.offload.optimizer, config.offload.parameters) or not path:
+    if Device.NVME not in (config.offload.optimizer, config.offload.parameters) or not path or _is_elsewhere(config):
         return []
     folder = os.path.expandvars(path)
     if not os.path.isabs(folder):
@@ -151,16 +193,32 @@ def _check_nvme(config: Config) -> list[str]:
 
 
 def num_ranks(config: Config) -> int:
-    """Ranks of a run here: one for each visible GPU, or ``cluster.ranks_per_node``; one on a machine without GPUs.
+    """Ranks of a run: on all nodes that Slurm is asked for, or here.
 
-    Raises RequestError where there are fewer GPUs than ranks.
+    Raises RequestError where there are fewer GPUs here than ranks.
     """
+    if config.cluster.type is ClusterType.SLURM:
+        try:
+            _, nodes = slurm_options.node_range(config.cluster.nodes)
+            return nodes * ranks_per_node(config.cluster)
+        except ValueError:
+            return 0  # validate says what is wrong
     wanted, gpus = config.cluster.ranks_per_node, devices.visible_gpus()
     if wanted is None:
         return max(1, gpus)
     if gpus and wanted > gpus:
         raise RequestError(f"cluster.ranks_per_node={wanted}: only {gpus} GPUs are visible here; set at most {gpus}")
     return wanted
+
+
+def ranks_per_node(cluster: Cluster) -> int:
+    """Tasks of a Slurm job on each node: ``ranks_per_node``, or one for each GPU that is asked for, or one."""
+    return cluster.ranks_per_node or slurm_options.num_gpus(cluster) or 1
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """The ranks will run on nodes that this machine knows nothing of."""
+    return config.cluster.type is ClusterType.SLURM and ranks.ATTEMPT not in os.environ
 
 
 def sequence_length(config: Config) -> int | None:
@@ -318,6 +376,12 @@ def files(plan: Plan, **facts: Any) -> dict[str, str]:
         "plan.json": json.dumps({**summary(plan), **facts}, indent=2) + "\n",
         "deepspeed.json": json.dumps(plan.deepspeed.values, indent=2) + "\n",
     }
+
+
+def read(run_dir: RunDir) -> dict[str, Any]:
+    """What ``files`` has written of the plan."""
+    planned: dict[str, Any] = json.loads(run_dir.plan.read_text(encoding="utf-8"))
+    return planned
 
 
 def render(plan: Plan, run_dir: object) -> None:

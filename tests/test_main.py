@@ -312,3 +312,22 @@ def test_a_run_outlives_whoever_watches_it() -> None:
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (0, b"")
     assert RunDir(Path("run")).read_status()["state"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variable"),
+    [("srun", "SLURM_STEP_NUM_TASKS"), ("torchrun", "LOCAL_WORLD_SIZE"), ("mpirun", "OMPI_COMM_WORLD_SIZE")],
+)
+def test_a_program_that_another_launcher_has_started_many_times_starts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, launcher: str, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "4")
+    assert main(["+experiment=dna_8k", "mode=plan"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"{launcher} has started this program 4 times ({variable}), and each would start a run of its own: start it "
+        f"once, without {launcher}; cluster=slurm submits it\n"
+    )
+    monkeypatch.setenv(variable, "1")
+    assert main(["+experiment=dna_8k", "mode=plan"]) == 0

@@ -1,5 +1,6 @@
 """The plan against numbers worked out by hand."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from launcher.schema import (
     BatchScheduleType,
     Call,
     Cluster,
+    ClusterType,
     Config,
     Count,
     CustomData,
@@ -308,3 +310,58 @@ def test_ranks_that_cannot_share_the_batch_are_left_out_where_that_is_allowed() 
     ]
     whole = plan.make(replace(LAMBDA, cluster=Cluster(ranks_per_node=2, allow_fewer_ranks=True)))
     assert (whole.num_ranks, plan.summary(whole)["warnings"]) == (2, [])
+
+
+SLURM = Cluster(type=ClusterType.SLURM, nodes=2, gpus_per_node="a100:2")
+
+
+def test_a_job_has_a_rank_for_each_gpu_of_each_node() -> None:
+    assert plan.make(replace(LAMBDA, cluster=SLURM)).cut == Cut(12, 3, 1, 4)
+    assert plan.make(replace(LAMBDA, cluster=replace(SLURM, ranks_per_node=1))).cut == Cut(12, 3, 2, 2)
+    assert plan.make(replace(LAMBDA, cluster=replace(SLURM, gpus_per_node=None))).cut == Cut(12, 3, 2, 2)
+    eight = replace(LAMBDA, batch=Batch(24), cluster=replace(SLURM, gpus_per_node=None, gres="gpu:4,disk:1"))
+    assert plan.make(eight).num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "line"),
+    [
+        (
+            {"nodes": "3-4"},
+            Batch(16),
+            "cluster.nodes=3-4: with 3 of them batch.train_batch_size=16 cannot be cut into equal parts over 6 ranks: "
+            "it must be a multiple of 6; nearest: 12, 18; or set cluster.allow_fewer_ranks=true",
+        ),
+        (
+            {"nodes": "1-2"},
+            Batch(None, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2),
+            "cluster.nodes=1-2: the global batch must not depend on it; set batch.train_batch_size",
+        ),
+    ],
+)
+def test_every_number_of_nodes_that_may_be_granted_has_to_share_the_same_batch(
+    cluster: dict[str, str], batch: Batch, line: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        plan.make(replace(LAMBDA, cluster=replace(SLURM, **cluster), batch=batch))
+    assert refused.value.faults == [line]
+
+
+def test_what_only_the_nodes_have_is_not_asked_of_the_machine_that_submits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    missing = ("torch", "deepspeed", "transformers")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find(name))
+    config = replace(
+        LAMBDA, mode=Mode.TRAIN, cluster=SLURM, data=replace(LAMBDA.data, cache_dir=str(tmp_path)), zero=Zero(3),
+        offload=Offload(optimizer=Device.NVME, nvme_path="$LOCAL_DISK"),
+    )  # fmt: skip
+    with pytest.raises(RequestError) as refused:
+        plan.make(config)
+    assert [fault.partition(", not installed")[0] for fault in refused.value.faults] == [
+        "training needs torch, deepspeed, transformers"
+    ]
+    assert refused.value.faults[0].endswith("; or set cluster.python, setup or container to what the nodes have")
+    there = replace(config, cluster=replace(SLURM, setup=["module load okazaki"]))
+    assert plan.make(there).config.offload.nvme_path == "$LOCAL_DISK", "a variable of the nodes"

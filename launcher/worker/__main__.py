@@ -4,13 +4,14 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
 from dataclasses import fields
 from pathlib import Path
 
-from launcher import decode, ranks, rundir
+from launcher import decode, devices, ranks, rundir
 from launcher.batch import Cut
 from launcher.errors import EXIT_FAILED, EXIT_REFUSED, OutOfMemoryError, RequestError
 from launcher.rundir import FAILURE, MEMORY, PREEMPTED, REQUEST, RunDir
@@ -25,6 +26,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_dir, rank = RunDir(Path(sys.argv[1])), ranks.from_environment()
     try:
+        if rank.attempt is not None:
+            run_dir = _begin_task(run_dir, rank)
         run(run_dir, rank)
     except RequestError as error:
         _report(run_dir, rank, REQUEST, str(error))
@@ -82,6 +85,24 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
             run_dir.write_status(summary=summary)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _begin_task(run_dir: RunDir, rank: ranks.Rank) -> RunDir:
+    """What a local launcher does for its ranks, a task of Slurm does for itself."""
+    assert rank.attempt is not None
+    if not run_dir.seal(rank.attempt).exists():
+        raise RequestError(
+            f"{run_dir.path} on {socket.gethostname()} is not that of the job's first node: a run directory must be "
+            "on a file system that all nodes share"
+        )
+    log = os.open(run_dir.log(rank.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+    if devices.visible_gpus() == 0:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(devices.operators_folder()))
+    # Rank 0 keeps other launchers off.
+    return RunDir.create(run_dir.path, may_continue=True) if rank.is_first else run_dir
 
 
 def _report(run_dir: RunDir, rank: ranks.Rank, kind: str, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -9,10 +10,11 @@ from torch.utils.data import Dataset
 from launcher import genome
 from launcher.errors import RequestError
 from launcher.genome import markov
-from launcher.schema import Call, Config, CustomData
+from launcher.schema import Call, ClusterType, Config, CustomData
 from launcher.schema import Objective as ObjectiveType
 from launcher.worker import models
 from launcher.worker.objectives import Bases, Custom, Objective
+from launcher.worker.stage import stage
 from launcher.worker.windows import GenomeSource, Source, TorchSource
 
 
@@ -48,7 +50,10 @@ def open_task(config: Config, planned: Mapping[str, Any]) -> Task:
         objective = Custom(models.call("loss", config.loss))
         validation = None if data.validation is None else _dataset("data.validation", data.validation)
         return Task(_dataset("data", data), validation, objective, predicts_bases=False, read=None)
-    read = genome.reopen(data, planned["cache"], planned["fingerprint"])
+    entries: list[str] = planned["cache"]
+    if config.cluster.type is ClusterType.SLURM and config.cluster.stage_to is not None:
+        entries = [str(stage(Path(entry), config.cluster.stage_to)) for entry in entries]
+    read = genome.reopen(data, entries, planned["fingerprint"])
     return Task(
         train=GenomeSource(read.train, data, reverse_complement=data.reverse_complement),
         validation=GenomeSource(read.validation, data, reverse_complement=False) if read.validation else None,

@@ -73,7 +73,9 @@ CELLS = [
 ]
 
 TESTED = [cell for cell in CELLS if cell.states is Device.CPU and cell.stage == 2] + [Cell(1), Cell(3)]
-"""Those with most kinds; each takes processes of its own."""
+"""Those with most kinds; each takes processes of its own, and the seconds that these take to start."""
+
+SLOW = TESTED[1:-1]
 
 
 def in_use() -> int:
@@ -125,7 +127,9 @@ def planned_between_passes(cell: Cell, kinds: dict[str, int | None]) -> int:
     return sum(size or 0 for size in kinds.values()) - later
 
 
-@pytest.mark.parametrize("cell", TESTED, ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell in SLOW)) for cell in TESTED], ids=str
+)
 def test_a_rank_holds_what_is_planned(cell: Cell) -> None:
     for kinds, found in on_ranks(RANKS, measure, cell):
         assert found / TOTAL == pytest.approx(planned_between_passes(cell, kinds) / TOTAL, abs=TOLERANCE)

@@ -1,0 +1,238 @@
+"""What a Slurm job does on its first node before and after its ranks, called by ``slurm/submit.sbatch``.
+
+python -m launcher.slurm_job begin RUN_DIR      # prints a free port and the number of ranks; nothing if the run is done
+python -m launcher.slurm_job end RUN_DIR CODE   # of srun; prints what is next, and exits with the code of the run
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher import decode, failures, job, plan, ranks, resume, slurm_options
+from launcher.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RequestError, RunError, RunPreemptedError
+from launcher.micro_batch import Trial
+from launcher.plan import Plan
+from launcher.rundir import MEMORY, PREEMPTED, RunDir
+from launcher.schema import Config, MicroBatch, Mode
+
+AGAIN, REQUEUE = "again", "requeue"
+"""What ``end`` prints: begin once more in this job, or put it back into the queue."""
+
+PORTS = range(20000, 32000)
+"""Below those that Linux gives to outgoing connections."""
+
+SUBMITTER_S = 60.0
+"""How long the launcher may still hold the run directory whose job begins already."""
+
+
+def main(argv: Sequence[str]) -> int:
+    verb, path, *rest = argv
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what is said on the way is for the log of the job
+            answer = begin(Path(path)) if verb == "begin" else end(Path(path), int(rest[0]))
+    except (RequestError, RunError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    print(answer)
+    return EXIT_PREEMPTED if answer == REQUEUE else EXIT_DONE
+
+
+def begin(path: Path) -> str:
+    """Freeze the attempt for the nodes that the job has got; returns a free port and the number of ranks to start.
+
+    Empty for a run that has nothing left to do. Raises RequestError where the job is not what was planned.
+    """
+    if not RunDir(path).config.exists():
+        raise RequestError(
+            f"{path} is not on {socket.gethostname()}: the run directory must be on a file system that all nodes "
+            "share; give another hydra.run.dir"
+        )
+    run_dir = _locked(path)
+    try:
+        status, config = run_dir.read_status(), decode.load(run_dir.config)
+        begun = status.get("begun", True)
+        if begun:
+            # What was wished for has been done by the first attempt: now the run goes on with its own checkpoints.
+            config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=resume.AUTO))
+        origin = resume.origin(config, path)
+        if origin is not None and resume.is_done(config, origin):
+            run_dir.write_status(state="completed", reason=None, activity=None)
+            print(f"this run is done: {origin.folder} is its last step", file=sys.stderr)
+            return ""
+        attempt = run_dir.begin_attempt() if begun else status["attempt"]
+        num_ranks = _freeze(run_dir, config, status)
+        run_dir.seal(os.environ[ranks.ATTEMPT]).touch()
+        step = run_dir.last_step()
+        run_dir.write_status(state="running", activity="starting", reason=None, step=step, began_at_step=step)
+        run_dir.write_status(begun=True, attempt=attempt, job=_job(), restarts=_restarts(), host=socket.gethostname())
+        return f"{_free_port()} {num_ranks}"
+    finally:
+        run_dir.release()
+
+
+def _freeze(run_dir: RunDir, config: Config, status: Mapping[str, Any]) -> int:
+    """Write what the ranks go by; returns how many of them there are to be."""
+    made = _planned(config)
+    run_dir.write_status(micro_batch_size=None)
+    if config.mode is Mode.VERIFY:
+        job.freeze(made, run_dir)
+        return job.groups(made)[int(status.get("groups_done", 0))]
+    if config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO:
+        try:
+            made = job.fitted(made, _replay(status.get("trials", [])))
+        except _TrialNeeded as needed:
+            job.freeze(made, run_dir, micro_batch_sizes=list(needed.sizes))
+            return made.num_ranks
+    job.freeze(made, run_dir)
+    return made.num_ranks
+
+
+class _TrialNeeded(Exception):  # noqa: N818 - it is no error
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+
+def _replay(outcomes: Sequence[int | None]) -> Trial:
+    """The trials of micro-batches that ranks of this job have made already, in order, up to one that is not there."""
+    known = iter(outcomes)
+
+    def trial(sizes: Sequence[int]) -> int | None:
+        for outcome in known:
+            return outcome
+        raise _TrialNeeded(sizes)
+
+    return trial
+
+
+def end(path: Path, code: int) -> str:
+    """Close the attempt whose ranks have ended with ``code``; returns what the job is to do next, empty for nothing.
+
+    Raises what the run ends with: RunError, RequestError, or RunPreemptedError where it is saved and not to be queued
+    again by itself.
+    """
+    run_dir = RunDir(path)
+    status, config = run_dir.read_status(), decode.load(run_dir.config)
+    noted = filter(None, (failures.noted(run_dir, rank) for rank in range(_num_ranks(run_dir))))
+    first = min(noted, default=None)
+    if "micro_batch_sizes" in plan.read(run_dir) and (first is None or first.kind == MEMORY):
+        run_dir.write_status(begun=False, trials=[*status.get("trials", []), status["micro_batch_size"]])
+        return AGAIN
+    try:
+        if first is not None:
+            raise failures.error(first, run_dir)
+        if status["state"] == PREEMPTED:
+            return _after_preemption(run_dir, config)
+        if code in (128 + signal.SIGUSR2, 128 + signal.SIGTERM):
+            run_dir.write_status(state=PREEMPTED, reason="a signal before training had begun", activity=None)
+            return _after_preemption(run_dir, config)
+        if code != 0:
+            raise RunError(f"the ranks ended with exit code {code}: {_words_of_srun(run_dir)}")
+    except OutOfMemoryError as error:
+        made = job.finer(_planned(config), status.get("micro_batch_size"))
+        if made is None:
+            _fail(run_dir, error)
+            raise
+        job.freeze(made, run_dir)
+        print(f"{error}; the run goes on with micro-batches of {made.cut.micro_batch_size}", file=sys.stderr)
+        return AGAIN
+    except RunPreemptedError:
+        raise
+    except (RequestError, RunError) as error:
+        _fail(run_dir, error)
+        raise
+    if config.mode is Mode.VERIFY:
+        groups_done = status.get("groups_done", 0) + 1
+        if groups_done < len(job.groups(_planned(config))):
+            run_dir.write_status(begun=False, groups_done=groups_done)
+            return AGAIN
+        job.judge(config, run_dir)
+    run_dir.write_status(state="completed", activity=None)
+    return ""
+
+
+def _locked(path: Path) -> RunDir:
+    deadline = time.monotonic() + SUBMITTER_S
+    while True:
+        try:
+            return RunDir.create(path, may_continue=True)
+        except RequestError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _planned(config: Config) -> Plan:
+    """The plan for the nodes that Slurm has granted; frozen is what was asked for."""
+    nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), int(os.environ["SLURM_NTASKS"])
+    least, most = slurm_options.node_range(config.cluster.nodes)
+    if not least <= nodes <= most:
+        raise RequestError(f"cluster.nodes={config.cluster.nodes}: the job has {nodes} nodes; submit it anew")
+    granted = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
+    if tasks != plan.num_ranks(granted):
+        raise RequestError(f"the run was planned for {plan.num_ranks(granted)} ranks, but the job has {tasks} tasks")
+    return dataclasses.replace(plan.make(granted), config=config)
+
+
+def _after_preemption(run_dir: RunDir, config: Config) -> str:
+    status = run_dir.read_status()
+    saved = f"stopped by {status['reason']}, saved at step {status.get('checkpoint', 0)}"
+    requeues = status.get("requeues", 0)
+    if not config.cluster.requeue:
+        raise RunPreemptedError(f"{saved}; cluster.requeue=false: submit it again to go on")
+    if requeues >= config.cluster.max_requeues:
+        raise RunPreemptedError(f"{saved}; it was queued again {requeues} times (cluster.max_requeues)")
+    if requeues and run_dir.last_step() == status["began_at_step"]:
+        raise RunPreemptedError(f"{saved}; it made no progress since it was queued again, and is not another time")
+    run_dir.write_status(requeues=requeues + 1)
+    return REQUEUE
+
+
+def _fail(run_dir: RunDir, error: Exception) -> None:
+    run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=str(error))
+
+
+def _num_ranks(run_dir: RunDir) -> int:
+    number: int = plan.read(run_dir)["batch"]["data_parallel_size"]
+    return number
+
+
+def _words_of_srun(run_dir: RunDir) -> str:
+    """The first complaint of the step: the others follow from it."""
+    log = run_dir.logs / "srun.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    complaints = [line for line in lines if re.match(r"(srun|slurmstepd)\S*: error: ", line)]
+    return complaints[0] if complaints else f"srun says nothing (log: {log})"
+
+
+def _free_port() -> int:
+    """On this node, where rank 0 will be. Each job begins to look at a place of its own."""
+    for offset in range(len(PORTS)):
+        port = PORTS[(_job() + offset) % len(PORTS)]
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RunError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on {socket.gethostname()}")
+
+
+def _job() -> int:
+    return int(os.environ["SLURM_JOB_ID"])
+
+
+def _restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,263 @@
+"""What a Slurm job decides before and after its ranks, in directories of runs as a submission leaves them."""
+
+import json
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import job, micro_batch, plan, ranks, slurm_job
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_REFUSED
+from launcher.rundir import RunDir
+from launcher.schema import Batch, Call, Checkpoint, Cluster, ClusterType, Config, Data, MicroBatch, Mode, Train
+
+FASTA = Path(__file__).parent / "data" / "ecoli_short_contigs.fa.gz"
+
+BASE = Config(
+    model=Call("launcher.worker.models.hugging_face", {"model_type": "llama", "hidden_size": 32}),
+    data=Data(fasta=str(FASTA), sequence_length=300, validation=None),
+    batch=Batch(train_batch_size=24),
+    train=Train(max_steps=10),
+    cluster=Cluster(type=ClusterType.SLURM, nodes="1-4", ranks_per_node=2),
+)
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    granted(monkeypatch, nodes=4, tasks=8)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv(ranks.ATTEMPT, "77.0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def granted(monkeypatch: pytest.MonkeyPatch, nodes: int, tasks: int) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(nodes))
+    monkeypatch.setenv("SLURM_NTASKS", str(tasks))
+
+
+def submitted(path: Path, config: Config = BASE) -> RunDir:
+    made = plan.make(config)
+    run_dir = RunDir.create(path)
+    job.set_up(job.Job(config, made, path), run_dir)
+    run_dir.release()
+    return run_dir
+
+
+def call(*argv: object) -> int:
+    return slurm_job.main([str(word) for word in argv])
+
+
+def test_a_job_begins_with_a_free_port_and_the_planned_ranks(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run")
+    capsys.readouterr()
+    assert call("begin", run_dir.path) == EXIT_DONE
+    port, num_ranks = map(int, capsys.readouterr().out.split())
+    assert num_ranks == 8
+    with socket.create_server(("", port)):
+        pass
+    status = run_dir.read_status()
+    assert (status["state"], status["attempt"], status["job"], status["restarts"]) == ("running", 1, 77, 0)
+    assert run_dir.seal("77.0").exists()
+    assert not run_dir.seal("77.1").exists()
+
+
+def test_jobs_look_for_ports_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = []
+    for number in range(1, 21):
+        monkeypatch.setenv("SLURM_JOB_ID", str(number))
+        ports.append(slurm_job._free_port())
+    assert len(set(ports)) == 20
+    with socket.create_server(("", ports[-1])):
+        assert slurm_job._free_port() not in ports
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "said"),
+    [
+        (5, 10, "cluster.nodes=1-4: the job has 5 nodes; submit it anew"),
+        (4, 4, "the run was planned for 8 ranks, but the job has 4 tasks"),
+    ],
+)
+def test_a_job_that_is_not_what_was_planned_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, nodes: int, tasks: int, said: str
+) -> None:
+    run_dir = submitted(tmp_path / "run")
+    granted(monkeypatch, nodes, tasks)
+    assert call("begin", run_dir.path) == EXIT_REFUSED
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
+def test_fewer_nodes_share_the_same_batch_and_what_was_asked_for_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    run_dir = submitted(tmp_path / "run")
+    granted(monkeypatch, nodes=2, tasks=4)
+    assert call("begin", run_dir.path) == EXIT_DONE
+    assert capsys.readouterr().out.split()[-1] == "4"
+    batch = plan.read(run_dir)["batch"]
+    assert (batch["train_batch_size"], batch["data_parallel_size"]) == (24, 4)
+    assert json.loads(run_dir.deepspeed.read_text())["gradient_accumulation_steps"] == 6
+    assert "nodes: 1-4" in run_dir.config.read_text()
+
+
+def test_a_directory_that_the_node_does_not_see_is_named(tmp_path: Path, capsys: Output) -> None:
+    assert call("begin", tmp_path / "elsewhere") == EXIT_REFUSED
+    assert f"{tmp_path}/elsewhere is not on {socket.gethostname()}" in capsys.readouterr().err
+
+
+def test_a_job_that_is_started_again_is_another_attempt_and_goes_on_with_its_own_run(tmp_path: Path) -> None:
+    run_dir = submitted(tmp_path / "run", replace(BASE, checkpoint=Checkpoint(resume="never")))
+    call("begin", run_dir.path)
+    call("begin", run_dir.path)
+    assert run_dir.read_status()["attempt"] == 2
+    assert "resume: never" in (run_dir.path / "attempts" / "1" / "config.yaml").read_text()
+    assert "resume: auto" in run_dir.config.read_text()
+
+
+def ended(run_dir: RunDir, capsys: Output, code: int = 0) -> tuple[int, str, str]:
+    capsys.readouterr()
+    result = call("end", run_dir.path, code)
+    said = capsys.readouterr()
+    return result, said.out.strip(), said.err.strip()
+
+
+def preempted(run_dir: RunDir, step: int) -> None:
+    """What rank 0 writes when a signal has stopped a run."""
+    run_dir.metrics.write_text("".join(json.dumps({"kind": "train", "step": k + 1}) + "\n" for k in range(step)))
+    run_dir.write_status(state="preempted", reason="SIGUSR2 to rank 1", step=step, checkpoint=step)
+
+
+def test_a_run_that_is_saved_goes_back_into_the_queue_as_long_as_it_gets_on(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run")
+    for step in (3, 5):
+        call("begin", run_dir.path)
+        preempted(run_dir, step)
+        assert ended(run_dir, capsys) == (EXIT_PREEMPTED, "requeue", "")
+    call("begin", run_dir.path)
+    preempted(run_dir, 5)
+    assert ended(run_dir, capsys) == (
+        EXIT_PREEMPTED,
+        "",
+        "stopped by SIGUSR2 to rank 1, saved at step 5; it made no progress since it was queued again, and is not "
+        "another time",
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ({"requeue": False}, "cluster.requeue=false: submit it again to go on"),
+        ({"max_requeues": 0}, "it was queued again 0 times (cluster.max_requeues)"),
+    ],
+)
+def test_a_run_that_is_not_to_be_queued_again_is_not(
+    tmp_path: Path, capsys: Output, cluster: dict[str, Any], said: str
+) -> None:
+    run_dir = submitted(tmp_path / "run", replace(BASE, cluster=replace(BASE.cluster, **cluster)))
+    call("begin", run_dir.path)
+    preempted(run_dir, 3)
+    code, out, err = ended(run_dir, capsys)
+    assert (code, out) == (EXIT_PREEMPTED, "")
+    assert err == f"stopped by SIGUSR2 to rank 1, saved at step 3; {said}"
+
+
+@pytest.mark.parametrize("code", [128 + 12, 128 + 15])
+def test_ranks_that_a_signal_ended_before_they_could_listen_have_lost_nothing(
+    tmp_path: Path, capsys: Output, code: int
+) -> None:
+    run_dir = submitted(tmp_path / "run")
+    call("begin", run_dir.path)
+    assert ended(run_dir, capsys, code)[:2] == (EXIT_PREEMPTED, "requeue")
+
+
+def note(run_dir: RunDir, rank: int, kind: str, reason: str, when: float = 0.0) -> None:
+    run_dir.failure(rank).write_text(json.dumps({"rank": rank, "time": when, "kind": kind, "reason": reason}))
+
+
+def test_the_first_rank_that_failed_is_named(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run")
+    call("begin", run_dir.path)
+    note(run_dir, 3, "failure", "RuntimeError: Connection closed by peer", 1.0)
+    note(run_dir, 5, "failure", "ValueError: no such base", 2.0)
+    said = f"rank 5 failed: ValueError: no such base (log: {run_dir.log(5)})"
+    assert ended(run_dir, capsys, 1) == (EXIT_FAILED, "", said)
+    assert (run_dir.read_status()["state"], run_dir.read_status()["reason"]) == ("failed", said)
+
+
+def test_what_only_srun_knows_is_told_in_its_words(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run")
+    call("begin", run_dir.path)
+    (run_dir.logs / "srun.log").write_text("srun: Job step aborted\nsrun: error: n2: task 3: Killed\nsrun: error: x\n")
+    code, _, said = ended(run_dir, capsys, 137)
+    assert (code, said) == (EXIT_FAILED, "the ranks ended with exit code 137: srun: error: n2: task 3: Killed")
+
+
+def test_out_of_memory_the_same_batch_is_cut_finer_in_the_same_job(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run", replace(BASE, batch=Batch(48, train_micro_batch_size_per_gpu=2)))
+    call("begin", run_dir.path)
+    note(run_dir, 0, "memory", "OutOfMemoryError: no room")
+    code, out, err = ended(run_dir, capsys, 1)
+    assert (code, out) == (EXIT_DONE, "again")
+    assert err.endswith("the run goes on with micro-batches of 1")
+    assert plan.read(run_dir)["batch"]["micro_batch_size"] == 1
+    call("begin", run_dir.path)
+    assert run_dir.read_status()["attempt"] == 2
+    note(run_dir, 0, "memory", "OutOfMemoryError: no room")
+    assert ended(run_dir, capsys, 1)[0] == EXIT_FAILED
+
+
+def test_auto_tries_sizes_in_the_job_and_remembers_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Ranks with room for three sequences of a share of eight."""
+    granted(monkeypatch, nodes=1, tasks=1)
+    cluster = Cluster(type=ClusterType.SLURM)
+    config = replace(BASE, cluster=cluster, batch=Batch(8, train_micro_batch_size_per_gpu=MicroBatch.AUTO))
+    run_dir = submitted(tmp_path / "run", config)
+    tried = []
+    while True:
+        call("begin", run_dir.path)
+        sizes = plan.read(run_dir).get("micro_batch_sizes")
+        if sizes is None:
+            break
+        tried.append(sizes)
+        fits = [size for size in sizes if size <= 3]
+        run_dir.write_status(micro_batch_size=fits[-1] if fits else None)
+        if len(fits) < len(sizes):
+            note(run_dir, 0, "memory", "OutOfMemoryError: no room")
+        assert ended(run_dir, capsys, 1)[1] == "again"
+        assert run_dir.read_status()["attempt"] == 1
+    assert tried == [[1, 2, 4, 8]]
+    assert plan.read(run_dir)["batch"]["micro_batch_size"] == 2
+    assert micro_batch.remembered(micro_batch.key(config, 1), [1, 2, 4, 8]) == 2
+
+
+def test_verifying_takes_one_rank_first_and_then_all(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run", replace(BASE, mode=Mode.VERIFY))
+    started = []
+    for _ in range(2):
+        capsys.readouterr()
+        call("begin", run_dir.path)
+        started.append(int(capsys.readouterr().out.split()[-1]))
+        if len(started) < 2:
+            assert ended(run_dir, capsys)[1] == "again"
+    assert started == [1, 8]
+
+
+def test_a_job_waits_for_the_launcher_that_still_holds_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    run_dir = submitted(tmp_path / "run")
+    holder = RunDir.create(run_dir.path, may_continue=True)
+    monkeypatch.setattr(slurm_job, "SUBMITTER_S", 0.5)
+    start = time.monotonic()
+    assert call("begin", run_dir.path) == EXIT_REFUSED
+    assert time.monotonic() - start >= 0.5
+    assert "a live launcher holds it" in capsys.readouterr().err
+    holder.release()
+    assert call("begin", run_dir.path) == EXIT_DONE
