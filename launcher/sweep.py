@@ -1,75 +1,25 @@
 """Many runs from one command line, here: all of them checked first, then run one after another."""
 
-import json
+import dataclasses
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from launcher import compose, decode, job
+from launcher import arrays, compose, decode, job
+from launcher.arrays import Outcome
 from launcher.compose import Composer
 from launcher.errors import RequestError, RunError, RunPreemptedError, RunStoppedError
 from launcher.job import Job
+from launcher.ledger import Ledger, Point
 from launcher.output import say
 from launcher.rundir import PREEMPTED
 from launcher.schema import Mode, Sweep
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run of a sweep; without a job it cannot be run, and ``faults`` say why."""
-
-    index: int
-    overrides: tuple[str, ...]
-    job: Job | None
-    faults: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"point {self.index} ({' '.join(self.overrides)})"
-
-
-class Ledger:
-    """``sweep.jsonl``: a line each time a point changes its state; the last line of a point counts.
-
-    Fields: ``point`` (from 0), ``overrides``, ``run_dir``, ``state`` (pending, running, completed, failed, invalid,
-    stopped), ``eval_loss`` (the last; nats a valid token), ``reason``, ``time``.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "sweep.jsonl"
-
-    def create(self) -> None:
-        """Make the sweep directory; raises RequestError if it holds a sweep already or cannot be written."""
-        folder = self.path.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.path.open("x").close()
-        except OSError as error:
-            if self.path.exists():
-                fault = "it holds a sweep already, and continuing one is not there yet; give another hydra.sweep.dir"
-            else:
-                fault = f"it cannot be written ({error.strerror}); give another directory"
-            raise RequestError(f"hydra.sweep.dir={folder}: {fault}") from error
-
-    def record(self, point: Point, state: str, reason: str | None = None, eval_loss: float | None = None) -> None:
-        line = {
-            "point": point.index,
-            "overrides": point.overrides,
-            "run_dir": str(point.job.run_dir) if point.job else None,
-            "state": state,
-            "eval_loss": eval_loss,
-            "reason": reason,
-            "time": time.time(),
-        }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def run(composer: Composer, cfg: DictConfig) -> None:
@@ -84,7 +34,7 @@ def run(composer: Composer, cfg: DictConfig) -> None:
         return
     points = _prepare(composer, cfg)
     if points[0].job is None or points[0].job.config.mode is not Mode.PLAN:
-        _run_all(points, compose.sweep_folder(cfg))
+        _run_all(points, compose.sweep_folder(cfg), any(point.job.config.sweep.wait for point in points if point.job))
         return
     for point in points:
         print(point)
@@ -100,32 +50,48 @@ def launch(
     A point that cannot be run, or fails, is returned with its error. An interrupt is raised.
     """
     ledger = Ledger(compose.sweep_folder(cfg))
-    points: list[Point | RequestError] = []
+    results = []
+    points: dict[int, Point] = {}
     for index, overrides in enumerate(job_overrides, start=initial_job_idx):
+        result = JobReturn(overrides=list(overrides), task_name="okazaki", status=JobStatus.FAILED)
+        results.append(result)
         try:
-            prepared = job.prepare(compose.compose_point(loader, cfg, overrides, index))
-            points.append(Point(index, tuple(overrides), prepared))
+            composed = compose.compose_point(loader, cfg, overrides, index)
+            result.cfg, result.hydra_cfg = OmegaConf.create(composed.node), composed.hydra
+            result.working_dir = str(composed.run_dir)
+            points[index] = Point(index, tuple(overrides), job.prepare(composed))
         except RequestError as error:
-            points.append(error)
-    if any(isinstance(point, Point) for point in points) and (initial_job_idx == 0 or not ledger.path.exists()):
-        ledger.create()
-    return [_returned(point, list(overrides), ledger) for point, overrides in zip(points, job_overrides, strict=True)]
+            result.return_value = error
+    if points and (initial_job_idx == 0 or not ledger.path.exists()):
+        ledger.open()
+    outcomes = _queue(list(points.values()), ledger)
+    for index, point in points.items():
+        _complete(results[index - initial_job_idx], point, ledger, outcomes.get(index))
+    return results
 
 
-def _returned(point: Point | RequestError, overrides: list[str], ledger: Ledger) -> JobReturn:
-    """What Hydra's sweepers are given of a point: its value, or its error, which they raise or not."""
-    result = JobReturn(overrides=overrides, task_name="okazaki", status=JobStatus.FAILED)
-    if isinstance(point, RequestError):
-        result.return_value = point
-        return result
+def _queue(points: list[Point], ledger: Ledger) -> dict[int, Outcome]:
+    """Submit those of a sweeper's points that are for Slurm, and wait for them: it goes by their values."""
+    queued = arrays.of(points, ledger.path.parent)
+    for array in queued:
+        array.check()
+    for array in queued:
+        array.submit(ledger)
+    return arrays.wait(queued, ledger)
+
+
+def _complete(result: JobReturn, point: Point, ledger: Ledger, outcome: Outcome | None) -> None:
+    """Give Hydra's sweepers the value of a point, or its error, which they raise or not; run it, if it has not been."""
+    if outcome is not None and outcome.is_failure:
+        result.return_value = RunError(f"{point} {outcome.state}: {outcome.reason}")
+        return
     try:
-        result.return_value = _run(point, ledger)
+        result.return_value = _run(point, ledger) if outcome is None else outcome.eval_loss
         result.status = JobStatus.COMPLETED
     except RunStoppedError:
         raise
     except (RequestError, RunError) as error:
         result.return_value = error
-    return result
 
 
 def _check_plugins(cfg: DictConfig) -> None:
@@ -174,21 +140,27 @@ def _check_together(jobs: list[Job]) -> None:
         raise RequestError(f"hydra.sweep.subdir: several points share {', '.join(shared)}; leave the key out")
 
 
-def _run_all(points: list[Point], folder: Path) -> None:
+def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
     from launcher import local  # not needed to plan
 
+    points = [_fresh(point) for point in points]
+    queued = arrays.of(points, folder)
+    for array in queued:
+        array.check()
     ledger = Ledger(folder)
-    ledger.create()
+    ledger.open()
     say(f"sweep directory {folder}")
     for point in points:
         if point.job is None:
             ledger.record(point, "invalid", reason="; ".join(point.faults))
-        else:
+        elif not point.is_done:
             ledger.record(point, "pending")
+    for array in queued:
+        array.submit(ledger)
     runnable = [point for point in points if point.job is not None]
-    waiting, failed = list(runnable), []
-    try:
-        with local.interruptible():
+    waiting, failed = [point for point in runnable if not arrays.is_queued(point)], []
+    with local.interruptible():
+        try:
             while waiting:
                 point = waiting.pop(0)
                 say(f"{point}, {len(runnable) - len(waiting)} of {len(runnable)}")
@@ -199,14 +171,31 @@ def _run_all(points: list[Point], folder: Path) -> None:
                 except (RequestError, RunError) as error:
                     print(f"{point} failed: {error}", file=sys.stderr, flush=True)
                     failed.append(point)
-    except RunStoppedError as error:
-        for point in waiting:
-            ledger.record(point, "stopped", reason=f"not started: {error}")
-        raise
+        except RunStoppedError as error:
+            for point in waiting:
+                ledger.record(point, "stopped", reason=f"not started: {error}")
+            raise
+        if queued and not waits:
+            say(f"what becomes of them is in their run directories; ledger: {ledger.path}")
+        elif queued:
+            outcomes = arrays.wait(queued, ledger)
+            failed += [point for point in runnable if point.index in outcomes and outcomes[point.index].is_failure]
     if failed:
         names = "; ".join(map(str, failed))
         raise RunError(f"{len(failed)} of {len(runnable)} points failed: {names}; ledger: {ledger.path}")
-    say(f"all {len(runnable)} points are done; ledger: {ledger.path}")
+    if waits or not queued:
+        say(f"all {len(runnable)} points are done; ledger: {ledger.path}")
+
+
+def _fresh(point: Point) -> Point:
+    """A point that is done, as one that is not, where it is to be run again: its old directory is put aside."""
+    if point.job is None or not (point.is_done and point.job.config.sweep.rerun_done):
+        return point
+    old, number = point.job.run_dir, 1
+    while (aside := old.with_name(f"{old.name}.before_{number}")).exists():
+        number += 1
+    old.rename(aside)
+    return dataclasses.replace(point, job=dataclasses.replace(point.job, origin=None))
 
 
 def _run(point: Point, ledger: Ledger) -> float | None:

@@ -27,6 +27,8 @@ FLOORS = [
         "rundir",
         "checkpoints",
         "targets",
+        "failures",
+        "slurm_options",
         "genome",
         "validate",
     },
@@ -40,9 +42,10 @@ FLOORS = [
         "progress",
         "course",
         "costs",
+        "slurm_script",
     },
-    {"local", "resume", "micro_batch"},
-    {"compose", "job", "sweep", "__main__"},
+    {"local", "slurm", "resume", "micro_batch"},
+    {"compose", "job", "slurm_job", "ledger", "arrays", "sweep", "__main__"},
 ]
 """From the ground up. A module imports from floors below its own, and from its own only where no circle arises."""
 

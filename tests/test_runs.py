@@ -137,6 +137,20 @@ def test_points_that_cut_the_same_batch_otherwise_have_the_same_losses(runs: lis
     assert evaluations[1:] == pytest.approx(evaluations[:1] * 2, rel=1e-5)
 
 
+def test_points_that_are_done_are_not_run_again_unless_that_is_asked_for(folder: Path, sweep: Path) -> None:
+    words = [GENOME, "hydra.sweep.dir=sweep"]
+    before = [(sweep / f"{number:04d}" / "metrics.jsonl").read_bytes() for number in range(3)]
+    done = launch(folder, *words, "batch.gradient_accumulation_steps=1,2,4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("this run is done: ") == 3
+    assert [(sweep / f"{number:04d}" / "metrics.jsonl").read_bytes() for number in range(3)] == before
+    assert {line["state"] for line in ledger(sweep)[-6:]} == {"running", "completed"}
+    again = launch(folder, *words, "batch.gradient_accumulation_steps=1", "sweep.rerun_done=true")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert (sweep / "0000.before_1" / "metrics.jsonl").read_bytes() == before[0]
+    assert [line["step"] for line in lines(RunDir(sweep / "0000"), "train")] == [1, 2, 3]
+
+
 def test_plan_metrics_and_status_of_a_run_agree(runs: list[RunDir]) -> None:
     for run_dir in runs:
         plan, status = json.loads(run_dir.plan.read_text()), run_dir.read_status()

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 
 from launcher import decode, local
 from launcher.__main__ import main
+from launcher.errors import RequestError, RunError
 
 SWEEP = [
     "-m",
@@ -188,14 +190,15 @@ def test_the_plan_of_every_point_is_shown_and_nothing_is_written(capsys: Output)
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_directory_that_holds_a_sweep_is_refused(capsys: Output) -> None:
-    assert main([*SWEEP, "seed=1"]) == 0
+def test_a_sweep_goes_on_in_its_directory_and_in_no_other_sweeps(capsys: Output) -> None:
+    assert main([*SWEEP, "seed=1,13"]) == 1
     capsys.readouterr()
-    assert main([*SWEEP, "seed=1", "hydra.sweep.subdir=other"]) == 2
-    assert capsys.readouterr().err == (
-        f"hydra.sweep.dir={Path('sweep').absolute()}: it holds a sweep already, and continuing one is not there yet; "
-        "give another hydra.sweep.dir\n"
-    )
+    assert main([*SWEEP, "seed=1,13,3"]) == 1
+    assert states() == ["completed", "failed", "completed"]
+    capsys.readouterr()
+    assert main([*SWEEP, "seed=2"]) == 2
+    assert capsys.readouterr().err.startswith("point 0 (")
+    assert states() == ["completed", "failed", "completed"]
 
 
 def test_a_sweep_directory_that_cannot_be_made_is_refused(capsys: Output) -> None:
@@ -227,6 +230,7 @@ DRIVER = """
 import sys
 from launcher import local
 from launcher.__main__ import main
+from launcher.errors import RequestError, RunError
 local.WORKER = (sys.executable, "-S", sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
@@ -260,6 +264,7 @@ import sys, time
 from pathlib import Path
 from launcher import local, progress
 from launcher.__main__ import main
+from launcher.errors import RequestError, RunError
 def wait(run_dir):
     Path("waits").touch()
     time.sleep(600)
@@ -339,6 +344,67 @@ def test_points_that_are_not_known_yet_have_no_plan(capsys: Output) -> None:
         "mode=plan: hydra/sweeper=halving chooses its points while it runs, so that there is no plan of them; "
         "leave one of the two out"
     ]
+
+
+class Batches(Sweeper):
+    """Two batches of three points; what Hydra's own tests of launchers look at is kept."""
+
+    returns: ClassVar[list[list[JobReturn]]] = []
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+
+    def sweep(self, arguments: list[str]) -> None:
+        assert self.launcher is not None
+        Batches.returns = []
+        seeds = [[1, 2, 3], [4, 13, -5]]
+        for number, batch in enumerate(seeds):
+            points = [[*arguments, f"seed={seed}", "zero=stage2"] for seed in batch]
+            Batches.returns.append(list(self.launcher.launch(points, initial_job_idx=3 * number)))
+
+
+Batches.__module__ = "hydra_plugins.batches"
+
+
+@pytest.fixture
+def _batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("hydra_plugins.batches")
+    module.Batches = Batches  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    Plugins.instance().register(Batches)
+    node = {"_target_": "hydra_plugins.batches.Batches"}
+    ConfigStore.instance().store(group="hydra/sweeper", name="batches", node=node, provider="test")
+
+
+@pytest.mark.usefixtures("_batches")
+def test_what_hydras_own_tests_ask_of_a_launcher_holds(capsys: Output) -> None:
+    """As hydra.test_utils.launcher_common_tests has it: order, fields, batches, directories and status."""
+    assert main([*SWEEP, "hydra/sweeper=batches"]) == 0
+    capsys.readouterr()
+    assert [len(batch) for batch in Batches.returns] == [3, 3]
+    flat = [result for batch in Batches.returns for result in batch]
+    for number, (result, seed) in enumerate(zip(flat, (1, 2, 3, 4, 13, -5), strict=True)):
+        assert result.overrides is not None
+        assert list(result.overrides)[-2:] == [f"seed={seed}", "zero=stage2"]
+        assert result.task_name == "okazaki"
+        assert result.cfg is not None
+        assert (result.cfg.seed, result.cfg.zero.stage) == (seed, 2)
+        assert "hydra" not in result.cfg
+        assert result.hydra_cfg is not None
+        assert result.hydra_cfg.hydra.job.num == number
+        assert list(result.hydra_cfg.hydra.overrides.task)[-2:] == [f"seed={seed}", "zero=stage2"]
+        assert result.working_dir == str(Path(f"sweep/{number:04d}").absolute())
+    assert [result.status for result in flat] == [JobStatus.COMPLETED] * 4 + [JobStatus.FAILED] * 2
+    assert [result.return_value for result in flat[:4]] == [0.1, 0.2, 0.3, 0.4]
+    with pytest.raises(RunError, match="an unlucky number"):
+        _ = flat[4].return_value
+    with pytest.raises(RequestError, match="seed=-5"):
+        _ = flat[5].return_value
+    # Every directory holds what its run was made with.
+    for number, seed in enumerate((1, 2, 3, 4, 13)):
+        assert f"seed: {seed}\n" in Path(f"sweep/{number:04d}/config.yaml").read_text()
+    assert not Path("sweep/0005").exists()
 
 
 def test_the_launcher_plugin_is_found_by_hydra() -> None:
