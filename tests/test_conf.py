@@ -118,8 +118,9 @@ def test_a_value_on_the_command_line_wins_over_an_experiment(experiment: str) ->
     assert {key: node[key] for key in changed} == changed
 
 
-# Models and data are exempt: each has arguments of its own, and a choice replaces the whole node.
-@pytest.mark.parametrize("group", [group for group in GROUPS if group not in compose.WHOLE_NODES])
+# Models and data are exempt: each has arguments of its own, and a choice replaces the whole node. So is the cluster: a
+# site states what it has, and the examples of sites are there to be copied.
+@pytest.mark.parametrize("group", [group for group in GROUPS if group not in (*compose.WHOLE_NODES, "cluster")])
 def test_options_of_a_group_set_the_same_keys_so_that_one_takes_the_place_of_another(group: str) -> None:
     keys = [set(leaves(file(group, option))) for option in options(group)]
     assert all(other == keys[0] for other in keys)
