@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -42,10 +43,12 @@ def kinds(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def operators_folder() -> Path:
-    """Where torch keeps what it compiles for this kind of node: a home folder may be shared by nodes with other
-    processors, which could not execute it."""
+    """Where torch keeps what it compiles for this environment on this kind of node.
+
+    A home folder may be shared by nodes with other processors, which could not execute it.
+    """
     processor = next((line for line in _lines_of("/proc/cpuinfo") if line.startswith(("model name", "CPU part"))), "")
-    facts = [platform.machine(), processor, kinds() if visible_gpus() else "", platform.python_version()]
+    facts = [sys.prefix, platform.machine(), processor, kinds() if visible_gpus() else "", platform.python_version()]
     facts += [metadata.version(package) for package in ("torch", "deepspeed")]
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

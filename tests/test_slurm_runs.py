@@ -81,6 +81,9 @@ def whole(folder: Path) -> Lines:
 def environment(plain: dict[str, str], pass_s: float = 0.0) -> dict[str, str]:
     from torch.utils import cpp_extension
 
+    import launcher.worker  # which says where operators are kept
+
+    assert launcher.worker
     # Nodes of another kind compile for themselves; these are all this machine, which has compiled.
     compiled = Path(cpp_extension._get_build_directory("deepspeed_shm_comm_op", False)).parent
     repository = Path(__file__).parents[1]

@@ -100,7 +100,6 @@ def _begin_task(run_dir: RunDir, rank: ranks.Rank) -> RunDir:
         os.dup2(log, stream.fileno())
     if devices.visible_gpus() == 0:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(devices.operators_folder()))
     # Rank 0 keeps other launchers off.
     return RunDir.create(run_dir.path, may_continue=True) if rank.is_first else run_dir
 
