@@ -27,7 +27,7 @@ class Array:
     points: list[Point]
     folder: Path
     """What is submitted is there, and what Slurm says of it."""
-    number: int | None = field(default=None, init=False)
+    number: str | None = field(default=None, init=False)
 
     @property
     def jobs(self) -> list[Job]:

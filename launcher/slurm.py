@@ -69,8 +69,8 @@ def signal_lead(cluster: Cluster, measured_s: float | None) -> int:
     return lead if limit is None else min(lead, limit // 2)
 
 
-def submit(script: str, folder: Path) -> int:
-    """Submit a script from a folder, in which the job then writes its log; returns the id of the job.
+def submit(script: str, folder: Path) -> str:
+    """Submit a script from a folder, in which the job then writes its log; returns the id of the job, or of the array.
 
     Raises RequestError with Slurm's own words where it refuses.
     """
@@ -80,7 +80,7 @@ def submit(script: str, folder: Path) -> int:
         raise RequestError(f"cluster=slurm: sbatch refuses: {_words(answer.stderr)}")
     # With several clusters the name of one follows; what plugins of a site print comes before.
     job, *_ = answer.stdout.strip().splitlines()[-1].split(";")
-    return int(job)
+    return job
 
 
 def check(script: str, folder: Path) -> None:
@@ -92,20 +92,20 @@ def check(script: str, folder: Path) -> None:
         raise RequestError(f"cluster=slurm: sbatch refuses: {_words(answer.stderr)}")
 
 
-def is_alive(job: int) -> bool:
-    """Whether a job waits, runs or ends just now; it may be one of an array.
+def is_alive(job: str) -> bool:
+    """Whether a job waits, runs or ends just now, or a task of an array (12_0).
 
     Raises RequestError where Slurm cannot be asked.
     """
     return bool(alive([job]))
 
 
-def alive(jobs: Sequence[int]) -> set[str]:
+def alive(jobs: Sequence[str]) -> set[str]:
     """Of these jobs and arrays, those that wait, run or end just now, as ``12`` or ``12_0``; by one question.
 
     Raises RequestError where Slurm cannot be asked.
     """
-    numbers = ",".join(map(str, jobs))
+    numbers = ",".join(jobs)
     answer = _ask("squeue", "--noheader", "--states=all", "--array", f"--jobs={numbers}", "--format=%i %T")
     if answer.returncode != 0 and not UNKNOWN.search(answer.stderr):
         raise RequestError(f"cluster=slurm: squeue fails: {_words(answer.stderr)}")

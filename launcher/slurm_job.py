@@ -26,6 +26,9 @@ from launcher.schema import Config, MicroBatch, Mode
 AGAIN, REQUEUE = "again", "requeue"
 """What ``end`` prints: begin once more in this job, or put it back into the queue."""
 
+JOB = "OKAZAKI_JOB"
+"""Where the script says which job, or which task of an array, it is: 12 or 12_0."""
+
 PORTS = range(20000, 32000)
 """Below those that Linux gives to outgoing connections."""
 
@@ -72,7 +75,9 @@ def begin(path: Path) -> str:
         run_dir.seal(os.environ[ranks.ATTEMPT]).touch()
         step = run_dir.last_step()
         run_dir.write_status(state="running", activity="starting", reason=None, step=step, began_at_step=step)
-        run_dir.write_status(begun=True, attempt=attempt, job=_job(), restarts=_restarts(), host=socket.gethostname())
+        run_dir.write_status(
+            begun=True, attempt=attempt, job=os.environ[JOB], restarts=_restarts(), host=socket.gethostname()
+        )
         return f"{_free_port()} {num_ranks}"
     finally:
         run_dir.release()
@@ -214,8 +219,9 @@ def _words_of_srun(run_dir: RunDir) -> str:
 
 def _free_port() -> int:
     """On this node, where rank 0 will be. Each job begins to look at a place of its own."""
+    number = int(os.environ["SLURM_JOB_ID"])  # that of a task of an array is its own too
     for offset in range(len(PORTS)):
-        port = PORTS[(_job() + offset) % len(PORTS)]
+        port = PORTS[(number + offset) % len(PORTS)]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -224,10 +230,6 @@ def _free_port() -> int:
                 continue
             return port
     raise RunError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on {socket.gethostname()}")
-
-
-def _job() -> int:
-    return int(os.environ["SLURM_JOB_ID"])
 
 
 def _restarts() -> int:

@@ -31,6 +31,7 @@ Output = pytest.CaptureFixture[str]
 def _in_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     granted(monkeypatch, nodes=4, tasks=8)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv(slurm_job.JOB, "77")
     monkeypatch.setenv(ranks.ATTEMPT, "77.0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -61,7 +62,7 @@ def test_a_job_begins_with_a_free_port_and_the_planned_ranks(tmp_path: Path, cap
     with socket.create_server(("", port)):
         pass
     status = run_dir.read_status()
-    assert (status["state"], status["attempt"], status["job"], status["restarts"]) == ("running", 1, 77, 0)
+    assert (status["state"], status["attempt"], status["job"], status["restarts"]) == ("running", 1, "77", 0)
     assert run_dir.seal("77.0").exists()
     assert not run_dir.seal("77.1").exists()
 

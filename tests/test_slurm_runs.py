@@ -291,6 +291,25 @@ def test_a_sweep_is_one_array_and_a_point_that_fails_is_named(cluster: slurm.Clu
     assert last[1]["reason"].startswith("rank 1 failed: ValueError: no such base")
 
 
+@pytest.mark.slow
+def test_a_task_of_an_array_goes_back_into_the_queue_alone(cluster: slurm.Cluster, folder: Path, whole: Lines) -> None:
+    """The first one has the number of the whole array."""
+    argv = ["-m", *COMMAND.split(), "cluster=slurm", "train.max_steps=20", "seed=0,1", "hydra.sweep.dir=queued"]
+    done = launch(folder, environment(cluster.environment, pass_s=0.2), *argv)
+    assert done.returncode == 0, done.stderr
+    run_dirs = [folder / "queued" / f"{number:04d}" for number in range(2)]
+    for run_dir in run_dirs:
+        until_step(run_dir, 3)
+    first, second = map(job_of, run_dirs)
+    assert first.endswith("_0")
+    cluster.run("scancel", "--signal=USR2", second)
+    until(lambda: RunDir(run_dirs[1]).read_status().get("restarts") == 1)
+    assert RunDir(run_dirs[0]).read_status()["restarts"] == 0
+    until(lambda: all(RunDir(run_dir).read_status()["state"] == "completed" for run_dir in run_dirs))
+    assert RunDir(run_dirs[0]).read_status()["restarts"] == 0, "nobody has disturbed it"
+    same(lines(run_dirs[0]), whole)
+
+
 def test_what_slurm_refuses_is_said_in_its_words_and_nothing_is_written(cluster: slurm.Cluster, folder: Path) -> None:
     for words, said in {
         "cluster.partition=nope": "invalid partition specified: nope",
