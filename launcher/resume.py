@@ -131,11 +131,13 @@ def changes(plan: Plan, found: Origin) -> str | None:
 
 def is_done(config: Config, found: Origin) -> bool:
     """The run has reached its end already, and its limits are the same still."""
-    if found.checkpoint is None or not found.checkpoint.state["is_last"]:
+    if found.checkpoint is None:
         return False
     limit, updates = config.train.max_steps, found.checkpoint.state.get("num_updates", 0)
-    if limit is not None and updates >= limit:
+    if limit is not None and updates > limit:
         return True
+    if not found.checkpoint.state["is_last"]:
+        return False
     before = decode.load(found.folder / "config.yaml").train
     return (before.max_steps, before.max_tokens, before.epochs) == (
         config.train.max_steps,

@@ -72,11 +72,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(
-    folder: Path, name: str, workers: int, every: int, wish: str = "", logging: str = "none"
+    folder: Path, name: str, workers: int, every: int, wish: str = "", logging: str = "none", more: str = ""
 ) -> "subprocess.CompletedProcess[str]":
     words = COMMAND.format(workers=workers, every=every or "null", logging=logging)
     return subprocess.run(
-        [sys.executable, "-m", "launcher", *words.split(), f"hydra.run.dir={name}"],
+        [sys.executable, "-m", "launcher", *words.split(), *more.split(), f"hydra.run.dir={name}"],
         cwd=folder,
         env={**os.environ, "SIGNAL": wish, "WANDB_MODE": "offline", "WANDB_API_KEY": SECRET},
         check=False,
@@ -142,6 +142,21 @@ def test_a_run_that_is_stopped_is_saved_and_the_same_command_ends_it_as_if_it_ha
         assert all(path.endswith(f"-{identity}") for path in tracked), "which are one run"
         holders = [path for path in run_dir.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
         assert holders == []
+
+
+def test_a_run_that_is_stopped_before_its_last_evaluation_makes_up_for_it(folder: Path) -> None:
+    (folder / "sent").unlink(missing_ok=True)
+    run_dir = RunDir(folder / "last")
+    first = launch(folder, "last", 0, 0, f"SIGUSR2:1:training:{2 * FOUR}", more="train.max_steps=2")
+    assert first.stderr == "stopped by SIGUSR2 to rank 1, saved at step 2\n"
+    assert (first.returncode, run_dir.last_eval_loss()) == (75, None)
+    second = launch(folder, "last", 0, 0, more="train.max_steps=2")
+    assert (second.returncode, second.stderr) == (0, "")
+    assert run_dir.last_eval_loss() is not None
+    third = launch(folder, "last", 0, 0, more="train.max_steps=2")
+    assert third.stdout.startswith("this run is done: ")
+    fewer = launch(folder, "last", 0, 0, more="train.max_steps=1 lr_schedule.warmup_steps=0")
+    assert fewer.stdout.startswith("this run is done: ")
 
 
 def test_a_run_that_is_done_says_so(folder: Path, whole: object) -> None:

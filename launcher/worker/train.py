@@ -113,14 +113,19 @@ class Trainer:
             self._evaluate()
             if self.stopped_by is None:
                 self._is_to_stop()
-        evaluated = not self.task.validation or self.evaluation.get("step") == done
-        stops = self.stopped_by is not None and not (last and evaluated)  # else it is done
+        stops = self.stopped_by is not None and not self._is_complete
         if self.saved != done and (last or stops or _is_due(done, self.config.checkpoint.every)):
             self._save(wait=last or stops)
         elif self.saver.pending and not self.others_write:
             self._finish_save()
         self._heartbeat()
         return not stops
+
+    @property
+    def _is_complete(self) -> bool:
+        """All steps are done, and what they have come to is evaluated."""
+        evaluated = not self.task.validation or self.evaluation.get("step") == self.done
+        return self.done >= self.course.steps.num_steps and evaluated
 
     def _timed_shares(self) -> Iterator[tuple[int, Share, float]]:
         """This rank's share of every step, and the seconds that training waited for it."""
@@ -268,7 +273,6 @@ class Trainer:
         self._tell(f"saving step {self.done}")
         if self.saver.pending:
             self._finish_save()
-        last = self.done >= self.course.steps.num_steps
         state = {
             "tokens_seen": self.tokens_seen,
             "sequences_seen": self.course.steps.sequences_before(self.done),
@@ -276,7 +280,7 @@ class Trainer:
             "skips_in_a_row": self.skips_in_a_row,
             "evaluation": self.evaluation,
             "course": self.course.state(),
-            "is_last": last,
+            "is_last": self._is_complete,
         }
         self.saver.begin(self.done, state)
         self.saved = self.done
@@ -314,10 +318,12 @@ class Trainer:
         checkpoint.load(self.engine, found)
         state = found.state
         self.course.restore(state["course"])
-        self.done = self.saved = found.step
+        self.done = found.step
         self.tokens_seen = state["tokens_seen"]
         self.num_updates, self.skips_in_a_row = state["num_updates"], state["skips_in_a_row"]
         self.evaluation = state["evaluation"]
+        # One that was stopped in its last evaluation is saved again when it has been made up for.
+        self.saved = found.step if state["is_last"] or self.done < self.course.steps.num_steps else 0
 
     def _bits(self, loss: float | None) -> float | None:
         return loss / math.log(2) if loss is not None and self.task.predicts_bases else None
