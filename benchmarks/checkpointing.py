@@ -89,8 +89,8 @@ def measure(rank: Rank, stage: int, width: int, layers: int, repeats: int, folde
     num_bytes = {}
     for number in range(repeats + 1):  # the first of each is not counted
         for way in WAYS[:2]:
-            saver = Saver(engine, folder, {}, 1, None)
-            saver.begin(number, {})
+            saver = Saver(engine, folder, {"config.yaml": "", "plan.json": ""}, 1, None)
+            saver.begin(number, {"is_last": False})
             while way == "asynchronous" and distributed.max_over_ranks([saver.busy], engine.device)[0]:
                 busy.append(train(engine, width))
             saved = saver.finish()

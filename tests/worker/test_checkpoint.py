@@ -123,8 +123,9 @@ def save(rank: Rank, cells: Sequence[Cell], folder: Path) -> dict[Cell, Any]:
     for cell in cells:
         started = start(rank, cell)
         before = train(rank, started, BEFORE)
-        saver = checkpoint.Saver(started[0], folder_of(folder, cell), {"config.yaml": "seed: 0\n"}, None, None)
-        saver.begin(len(BEFORE), {})
+        texts = {"config.yaml": "seed: 0\n", "plan.json": "{}\n"}
+        saver = checkpoint.Saver(started[0], folder_of(folder, cell), texts, None, None)
+        saver.begin(len(BEFORE), {"is_last": False})
         saved = saver.finish()
         assert saved.fault is None, saved.fault
         rest = {name: tensor.numpy() for name, tensor in slices.rest(started[0].deepspeed.module).items()}
