@@ -25,6 +25,7 @@ def in_ci() -> bool:
     return os.environ.get("CI") == "true"
 
 
+# On a user's own machine a cluster cannot always be started; where in_ci says so, what is missing fails the tests.
 needs_slurm = pytest.mark.skipif(
     (os.getuid() != 0 or any(shutil.which(program, path=PATH) is None for program in PROGRAMS)) and not in_ci(),
     reason=f"it starts a cluster of its own: see the top of {SCRIPT}",

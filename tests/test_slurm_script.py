@@ -92,6 +92,7 @@ def test_a_script_is_what_it_was(name: str) -> None:
     assert rendered(name) == (GOLDEN / f"{name}.sbatch").read_text()
 
 
+# Never left out in continuous integration, which installs it.
 @pytest.mark.skipif(shutil.which("shellcheck") is None and not in_ci(), reason="shellcheck is not installed")
 @pytest.mark.parametrize("name", CASES)
 def test_shellcheck_has_no_complaint(name: str, tmp_path: Path) -> None:
