@@ -110,7 +110,7 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
             progress.print_summary(run_dir)
         return run_dir
     except OSError as error:  # a full disk, as a rule
-        raise RunError(f"{error.filename or run_dir.path} cannot be written ({error.strerror or error})") from error
+        raise RunError(f"the run in {run_dir.path} cannot go on: {error}") from error
     finally:
         run_dir.release()
 
