@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks import chaos
 from launcher.rundir import RunDir
+from tests.small import offer
 
 pytestmark = pytest.mark.ranks
 
@@ -28,19 +29,15 @@ STEPS, EVERY, TROUBLE, OVER = 8, 2, 4, 6
 NETS = """
 import os, resource, threading
 from pathlib import Path
-import torch
-import torch.nn.functional as F
+from tests.small import SmallNet
 
 PASSES, TROUBLE, OVER = 2, 4, 6
 
-class Net(torch.nn.Module):
+class Net(SmallNet):
     '''Makes trouble with the disk in its own rank, between two steps.'''
 
     def __init__(self):
         super().__init__()
-        self.embed = torch.nn.Embedding(17, 32)
-        self.mix = torch.nn.Conv1d(32, 64, kernel_size=4)
-        self.head = torch.nn.Linear(64, 17)
         self.passes = 0
 
     def forward(self, tokens):
@@ -54,8 +51,7 @@ class Net(torch.nn.Module):
                 kind, rank = os.environ.get("TROUBLE", "none:0").split(":")
                 if os.environ["RANK"] == rank:
                     make(kind, step + 1 == TROUBLE)
-        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
-        return self.head(torch.tanh(self.mix(embedded)).transpose(1, 2))
+        return super().forward(tokens)
 
 def make(kind, begins):
     folder = Path(os.environ["CHECKPOINTS"])
@@ -141,13 +137,6 @@ MOUNTED = {"full:0": "rank ", "remounted:0": "rank 0: [Errno 30] Read-only file 
 """The same on a file system of its own."""
 
 
-def prepare(folder: Path) -> Path:
-    (folder / "nets.py").write_text(NETS)
-    (folder / "conf" / "model").mkdir(parents=True)
-    (folder / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
-    return folder
-
-
 def launch(folder: Path, name: str, trouble: str = "none:0") -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "launcher", *COMMAND.split(), f"hydra.run.dir={name}"]
     checkpoints = RunDir(folder / name).checkpoints
@@ -188,7 +177,7 @@ def manifests(run_dir: RunDir) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = prepare(tmp_path_factory.mktemp("here"))
+    folder = offer(tmp_path_factory.mktemp("here"), NETS)
     done = launch(folder, "whole")
     assert done.returncode == 0, done.stderr
     return folder
@@ -240,7 +229,7 @@ def check_trouble(run_dir: RunDir, done: "subprocess.CompletedProcess[str]", rea
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as here:
-        folder = prepare(Path(here))
+        folder = offer(Path(here), NETS)
         assert launch(folder, "whole").returncode == 0
         for name, damage in DAMAGES.items():
             damage.do(interrupted(folder, name))

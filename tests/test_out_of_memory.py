@@ -9,22 +9,20 @@ from pathlib import Path
 import pytest
 
 from launcher.rundir import RunDir
+from tests.small import offer
 
 pytestmark = pytest.mark.ranks
 
 NETS = """
 import os
 import torch
-import torch.nn.functional as F
+from tests.small import SmallNet
 
-class Net(torch.nn.Module):
+class Net(SmallNet):
     '''Is out of memory on one rank, from one of its passes on, where a micro-batch has more than so many sequences.'''
 
     def __init__(self):
         super().__init__()
-        self.embed = torch.nn.Embedding(17, 32)
-        self.mix = torch.nn.Conv1d(32, 64, kernel_size=4)
-        self.head = torch.nn.Linear(64, 17)
         self.passes = 0
 
     def forward(self, tokens):
@@ -32,8 +30,7 @@ class Net(torch.nn.Module):
         rank, number, most = os.environ.get("LIMIT", "9:0:0").split(":")
         if os.environ["RANK"] == rank and self.passes >= int(number) and len(tokens) > int(most):
             raise torch.OutOfMemoryError("tried to allocate too much")
-        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
-        return self.head(torch.tanh(self.mix(embedded)).transpose(1, 2))
+        return super().forward(tokens)
 """
 
 COMMAND = (
@@ -45,11 +42,7 @@ COMMAND = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("here")
-    (folder / "nets.py").write_text(NETS)
-    (folder / "conf" / "model").mkdir(parents=True)
-    (folder / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
-    return folder
+    return offer(tmp_path_factory.mktemp("here"), NETS)
 
 
 def launch(folder: Path, name: str, words: str, limit: str = "9:0:0") -> "subprocess.CompletedProcess[str]":

@@ -11,23 +11,20 @@ from typing import Any
 import pytest
 
 from launcher.rundir import RunDir
+from tests.small import offer
 
 pytestmark = pytest.mark.ranks
 
 NETS = """
 import os, signal
 from pathlib import Path
-import torch
-import torch.nn.functional as F
+from tests.small import SmallNet
 
-class Net(torch.nn.Module):
+class Net(SmallNet):
     '''Sends a signal to its own rank at one of its passes, once.'''
 
     def __init__(self):
         super().__init__()
-        self.embed = torch.nn.Embedding(17, 32)
-        self.mix = torch.nn.Conv1d(32, 64, kernel_size=4)
-        self.head = torch.nn.Linear(64, 17)
         self.passes = {True: 0, False: 0}
 
     def forward(self, tokens):
@@ -40,8 +37,7 @@ class Net(torch.nn.Module):
             if here == (rank, mode, int(number)):
                 sent.write_text("")
                 os.kill(os.getpid(), getattr(signal, name))
-        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
-        return self.head(torch.tanh(self.mix(embedded)).transpose(1, 2))
+        return super().forward(tokens)
 """
 
 COMMAND = (
@@ -64,11 +60,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("here")
-    (folder / "nets.py").write_text(NETS)
-    (folder / "conf" / "model").mkdir(parents=True)
-    (folder / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
-    return folder
+    return offer(tmp_path_factory.mktemp("here"), NETS)
 
 
 def launch(

@@ -1,6 +1,5 @@
 """Whole runs on a real Slurm cluster of four nodes: they end as the same run does here, whatever the queue does."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,30 +14,26 @@ import pytest
 from launcher.rundir import RunDir
 from tests import slurm
 from tests.slurm import field
+from tests.small import offer
 
 pytestmark = [pytest.mark.ranks, slurm.needs_slurm]
 
 NETS = """
 import os, time
-import torch
-import torch.nn.functional as F
+from tests.small import SmallNet
 
-class Net(torch.nn.Module):
+class Net(SmallNet):
     '''Takes its time in training, and fails on one rank if it is told to.'''
 
     def __init__(self, fails=False):
         super().__init__()
-        self.embed = torch.nn.Embedding(17, 32)
-        self.mix = torch.nn.Conv1d(32, 64, kernel_size=4)
-        self.head = torch.nn.Linear(64, 17)
         self.fails = fails
 
     def forward(self, tokens):
         if self.fails and os.environ["RANK"] == "1":
             raise ValueError("no such base")
         time.sleep(float(os.environ.get("PASS_S", "0")) if self.training else 0)
-        embedded = F.pad(self.embed(tokens).transpose(1, 2), (3, 0))
-        return self.head(torch.tanh(self.mix(embedded)).transpose(1, 2))
+        return super().forward(tokens)
 """
 
 COMMAND = (
@@ -62,10 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """From where everything is submitted."""
-    folder = tmp_path_factory.mktemp("lab")
-    (folder / "nets.py").write_text(NETS)
-    (folder / "conf" / "model").mkdir(parents=True)
-    (folder / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
+    folder = offer(tmp_path_factory.mktemp("lab"), NETS)
     (folder / "conf" / "model" / "failing.yaml").write_text("_target_: nets.Net\nfails: true\n")
     return folder
 
@@ -425,7 +417,6 @@ def test_a_job_with_fewer_nodes_cuts_the_same_batch_over_them(
 
 @pytest.mark.slow
 def test_optuna_goes_by_the_values_of_six_trials_on_the_cluster(cluster: slurm.Cluster, folder: Path) -> None:
-    assert importlib.util.find_spec("optuna"), "this test needs hydra-optuna-sweeper, which the lock does not have yet"
     argv = ["-m", "hydra/sweeper=optuna", *COMMAND.split(), "cluster=slurm", "train.max_steps=2"]
     argv += [
         "lr_schedule.warmup_steps=0",

@@ -280,17 +280,33 @@ def test_a_signal_between_two_points_is_in_the_ledger_too(tmp_path: Path, number
     assert states() == ["stopped", "stopped"]
 
 
-class Halving(Sweeper):
+class Scripted(Sweeper):
+    """Hands its points to whatever launcher Hydra gives it."""
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, sweeper: type[Scripted], **settings: Any) -> None:
+    """Make it a choice of ``hydra/sweeper`` by its name in lower case, as if it were installed."""
+    name = sweeper.__name__.lower()
+    module = types.ModuleType(f"hydra_plugins.{name}")
+    monkeypatch.setattr(sweeper, "__module__", module.__name__)
+    setattr(module, sweeper.__name__, sweeper)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    Plugins.instance().register(sweeper)
+    node = {"_target_": f"{module.__name__}.{sweeper.__name__}", **settings}
+    ConfigStore.instance().store(group="hydra/sweeper", name=name, node=node, provider="test")
+
+
+class Halving(Scripted):
     """A sweeper that chooses its points while it runs: it halves the seed until the value does not fall."""
 
     values: ClassVar[list[float]] = []
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
         assert self.launcher is not None
@@ -303,17 +319,9 @@ class Halving(Sweeper):
             seed //= 2
 
 
-Halving.__module__ = "hydra_plugins.halving"
-
-
 @pytest.fixture
 def _halving(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("hydra_plugins.halving")
-    module.Halving = Halving  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    Plugins.instance().register(Halving)
-    node = {"_target_": "hydra_plugins.halving.Halving", "seed": 8}
-    ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node, provider="test")
+    offer(monkeypatch, Halving, seed=8)
 
 
 @pytest.mark.usefixtures("_halving")
@@ -346,14 +354,10 @@ def test_points_that_are_not_known_yet_have_no_plan(capsys: Output) -> None:
     ]
 
 
-class Batches(Sweeper):
+class Batches(Scripted):
     """Two batches of three points; what Hydra's own tests of launchers look at is kept."""
 
     returns: ClassVar[list[list[JobReturn]]] = []
-
-    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
         assert self.launcher is not None
@@ -364,17 +368,9 @@ class Batches(Sweeper):
             Batches.returns.append(list(self.launcher.launch(points, initial_job_idx=3 * number)))
 
 
-Batches.__module__ = "hydra_plugins.batches"
-
-
 @pytest.fixture
 def _batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("hydra_plugins.batches")
-    module.Batches = Batches  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    Plugins.instance().register(Batches)
-    node = {"_target_": "hydra_plugins.batches.Batches"}
-    ConfigStore.instance().store(group="hydra/sweeper", name="batches", node=node, provider="test")
+    offer(monkeypatch, Batches)
 
 
 @pytest.mark.usefixtures("_batches")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.rundir import RunDir
+from tests.small import offer
 
 STALLS = """
     import sys, time
@@ -68,9 +69,7 @@ class Net(torch.nn.Module):
 
 @pytest.mark.ranks
 def test_a_rank_that_has_stopped_is_named_within_the_time_out_and_nothing_is_left(tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NETS)
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "net.yaml").write_text("_target_: nets.Net\n")
+    offer(tmp_path, NETS)
     words = COMMAND.split()
     process = subprocess.Popen(
         [sys.executable, "-m", "launcher", *words],
