@@ -14,6 +14,7 @@ from launcher import (
     decode,
     micro_batch,
     nodes,
+    placement,
     plan,
     resume,
     rundir,
@@ -117,7 +118,7 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
 
 def _begin_attempt(job: Job, run_dir: RunDir) -> None:
     run_dir.write_status(attempt=run_dir.begin_attempt(), micro_batch_size=None)
-    if (wanted := plan.num_ranks(job.config)) != job.plan.num_ranks:
+    if (wanted := placement.num_ranks(job.config)) != job.plan.num_ranks:
         say(f"{job.plan.num_ranks} of {wanted} ranks are used (cluster.allow_fewer_ranks)")
     if job.origin is not None:
         changes = resume.changes(job.plan, job.origin)

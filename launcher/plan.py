@@ -1,10 +1,7 @@
 """What would run, worked out before anything starts: the cut, the steps, the horizon, the DeepSpeed JSON."""
 
-import importlib.util
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,12 +11,11 @@ from launcher import (
     batch_schedule,
     costs,
     deepspeed_json,
-    devices,
     genome,
     lr,
     noise_scale,
     parameters,
-    ranks,
+    placement,
     slurm_options,
     steps,
     traffic,
@@ -34,13 +30,11 @@ from launcher.genome import Genome
 from launcher.lr import Rates
 from launcher.rundir import RunDir
 from launcher.schema import (
-    Cluster,
     ClusterType,
     Config,
     Count,
     CustomData,
     Data,
-    Device,
     MicroBatch,
     Mode,
     Scaling,
@@ -85,7 +79,7 @@ def make(config: Config) -> Plan:
     length = sequence_length(config)
     schedule_faults = batch_schedule.check(config.batch_schedule, length)
     rate_faults = lr.check(config.lr_schedule, length) + lr.check_scaling(config.batch)
-    faults = validate.check(config) + deepspeed_json.check(config) + _check_packages(config) + _check_nvme(config)
+    faults = validate.check(config) + deepspeed_json.check(config) + placement.check(config)
     faults += batch_schedule.check_keys(config.batch_schedule) + schedule_faults + rate_faults
 
     def attempt(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
@@ -95,7 +89,7 @@ def make(config: Config) -> Plan:
             faults.extend(error.faults)
             return None
 
-    size = attempt(num_ranks, config)
+    size = attempt(placement.num_ranks, config)
     schedule = CONSTANT if schedule_faults else config.batch_schedule
     solve = batch.solve_for_fewer if config.cluster.allow_fewer_ranks else batch.solve
     cut = attempt(solve, config.batch, size, length, schedule) if size is not None and size > 0 else None
@@ -133,25 +127,10 @@ def make(config: Config) -> Plan:
     if isinstance(config.data, Data) and read is not None and genome.reads_a_pipe(config.data):
         # A pipe can be read only once: the ranks find its bases in the cache.
         config = replace(config, data=replace(config.data, fasta=read.fasta))
-    if config.offload.nvme_path is not None and not _is_elsewhere(config):
+    if config.offload.nvme_path is not None and not placement.is_elsewhere(config):
         expanded = os.path.expandvars(config.offload.nvme_path)
         config = replace(config, offload=replace(config.offload, nvme_path=expanded))
     return Plan(config, cut, deepspeed_json.build(config, cut), read, counted)
-
-
-def _check_packages(config: Config) -> list[str]:
-    """What the ranks import has to be installed where they run; a plan can be made without."""
-    cluster = config.cluster
-    others = cluster.python or cluster.setup or cluster.container or cluster.container_image
-    is_unknown = config.mode is Mode.PLAN or (_is_elsewhere(config) and others)
-    needed = [] if is_unknown else ["torch", "deepspeed", "transformers"]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if not missing:
-        return []
-    remedy = "; or set cluster.python, setup or container to what the nodes have" if _is_elsewhere(config) else ""
-    return [
-        f"training needs {', '.join(missing)}, not installed for {sys.executable}: pip install 'okazaki[train]'{remedy}"
-    ]
 
 
 def _check_nodes(config: Config, cut: Cut, solve: Callable[..., Cut]) -> list[str]:
@@ -162,7 +141,8 @@ def _check_nodes(config: Config, cut: Cut, solve: Callable[..., Cut]) -> list[st
     least, most = slurm_options.node_range(cluster.nodes)
     for nodes in range(least, most):
         try:
-            fewer = solve(config.batch, nodes * ranks_per_node(cluster), sequence_length(config), config.batch_schedule)
+            num_ranks = nodes * placement.ranks_per_node(cluster)
+            fewer = solve(config.batch, num_ranks, sequence_length(config), config.batch_schedule)
         except RequestError as error:
             remedy = "or set cluster.allow_fewer_ranks=true"
             return [f"cluster.nodes={cluster.nodes}: with {nodes} of them {error.faults[0]}; {remedy}"]
@@ -171,54 +151,6 @@ def _check_nodes(config: Config, cut: Cut, solve: Callable[..., Cut]) -> list[st
                 f"cluster.nodes={cluster.nodes}: the global batch must not depend on it; set batch.train_batch_size"
             ]
     return []
-
-
-def _check_nvme(config: Config) -> list[str]:
-    """The folder for offloading is on this machine, as its ranks are; its form is checked with the DeepSpeed JSON."""
-    path = config.offload.nvme_path
-    if Device.NVME not in (config.offload.optimizer, config.offload.parameters) or not path or _is_elsewhere(config):
-        return []
-    folder = os.path.expandvars(path)
-    if not os.path.isabs(folder):
-        told = not path.startswith("$")
-        return [] if told else [f"offload.nvme_path={path}: it stands for {folder}; it must be an absolute path"]
-    if not os.path.isdir(folder):
-        return [f"offload.nvme_path={path}: there is no such folder; make it, or name one on a local disk"]
-    try:
-        tempfile.TemporaryFile(dir=folder).close()  # root may write anywhere, as far as access rights tell
-    except OSError as error:
-        fault = f"it cannot be written ({error.strerror}); name another folder on a local disk"
-        return [f"offload.nvme_path={path}: {fault}"]
-    return []
-
-
-def num_ranks(config: Config) -> int:
-    """Ranks of a run: on all nodes that Slurm is asked for, or here.
-
-    Raises RequestError where there are fewer GPUs here than ranks.
-    """
-    if config.cluster.type is ClusterType.SLURM:
-        try:
-            _, nodes = slurm_options.node_range(config.cluster.nodes)
-            return nodes * ranks_per_node(config.cluster)
-        except ValueError:
-            return 0  # validate says what is wrong
-    wanted, gpus = config.cluster.ranks_per_node, devices.visible_gpus()
-    if wanted is None:
-        return max(1, gpus)
-    if gpus and wanted > gpus:
-        raise RequestError(f"cluster.ranks_per_node={wanted}: only {gpus} GPUs are visible here; set at most {gpus}")
-    return wanted
-
-
-def ranks_per_node(cluster: Cluster) -> int:
-    """Tasks of a Slurm job on each node: ``ranks_per_node``, or one for each GPU that is asked for, or one."""
-    return cluster.ranks_per_node or slurm_options.num_gpus(cluster) or 1
-
-
-def _is_elsewhere(config: Config) -> bool:
-    """The ranks will run on nodes that this machine knows nothing of."""
-    return config.cluster.type is ClusterType.SLURM and ranks.ATTEMPT not in os.environ
 
 
 def sequence_length(config: Config) -> int | None:
@@ -343,7 +275,7 @@ def _segments(plan: Plan, run: Steps | None) -> list[dict[str, int | None]]:
 
 def _warnings(plan: Plan, run: Steps | None) -> list[str]:
     lines = lr.warnings(plan.config, plan.cut.train_batch_size)
-    if (wanted := num_ranks(plan.config)) != plan.num_ranks:
+    if (wanted := placement.num_ranks(plan.config)) != plan.num_ranks:
         lines.append(
             f"cluster.allow_fewer_ranks=true: the global batch of {plan.cut.train_batch_size} cannot be cut over "
             f"{wanted} ranks; {plan.num_ranks} of them are used"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import plan, slurm_options, slurm_script
+from launcher import placement, slurm_options, slurm_script
 from launcher.errors import RequestError
 from launcher.plan import Plan
 from launcher.schema import Cluster
@@ -53,7 +53,7 @@ def script(
         python=cluster.python or sys.executable,
         folder=Path.cwd(),
         run_dirs=run_dirs,
-        ranks_per_node=plan.ranks_per_node(cluster),
+        ranks_per_node=placement.ranks_per_node(cluster),
         signal_lead=signal_lead(cluster, measured_lead_s),
         array=array,
     )

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher import decode, failures, job, plan, ranks, resume, slurm_options
+from launcher import decode, failures, job, placement, plan, ranks, resume, slurm_options
 from launcher.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RequestError, RunError, RunPreemptedError
 from launcher.micro_batch import Trial
 from launcher.plan import Plan
@@ -181,8 +181,10 @@ def _planned(config: Config) -> Plan:
     if not least <= nodes <= most:
         raise RequestError(f"cluster.nodes={config.cluster.nodes}: the job has {nodes} nodes; submit it anew")
     granted = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
-    if tasks != plan.num_ranks(granted):
-        raise RequestError(f"the run was planned for {plan.num_ranks(granted)} ranks, but the job has {tasks} tasks")
+    if tasks != placement.num_ranks(granted):
+        raise RequestError(
+            f"the run was planned for {placement.num_ranks(granted)} ranks, but the job has {tasks} tasks"
+        )
     return dataclasses.replace(plan.make(granted), config=config)
 
 

@@ -36,6 +36,7 @@ FLOORS = [
         "deepspeed_json",
         "deepspeed_raw",
         "deepspeed_refusals",
+        "placement",
         "plan",
         "verify",
         "explain",

@@ -1,13 +1,12 @@
 """The plan against numbers worked out by hand."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launcher import devices, plan
+from launcher import plan
 from launcher.batch import Cut
 from launcher.errors import RequestError
 from launcher.schema import (
@@ -89,44 +88,15 @@ def test_every_fault_is_told_at_once() -> None:
     assert keys == ["seed", "batch.train_batch_size", "data.fasta", "lr_schedule.warmup_steps"]
 
 
-def test_an_nvme_path_that_is_missing_is_refused(tmp_path: Path) -> None:
-    offload = Offload(optimizer=Device.NVME, nvme_path=str(tmp_path / "no"))
-    config = replace(LAMBDA, zero=Zero(stage=3), offload=offload)
-    with pytest.raises(RequestError) as refused:
-        plan.make(config)
-    assert refused.value.faults == [
-        f"offload.nvme_path={tmp_path}/no: there is no such folder; make it, or name one on a local disk"
-    ]
-    plan.make(replace(config, offload=replace(offload, nvme_path=str(tmp_path))))
-
-
 def test_variables_in_an_nvme_path_are_expanded_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", str(tmp_path))
-    monkeypatch.setenv("NEAR", "here")
-
-    def planned(path: str) -> plan.Plan:
-        offload = Offload(optimizer=Device.NVME, nvme_path=path)
-        return plan.make(replace(LAMBDA, zero=Zero(stage=3), offload=offload))
-
-    made = planned("$SCRATCH")
+    offloaded = replace(LAMBDA, zero=Zero(3), offload=Offload(optimizer=Device.NVME, nvme_path="$SCRATCH"))
+    made = plan.make(offloaded)
     assert made.deepspeed.values["zero_optimization"]["offload_optimizer"]["nvme_path"] == str(tmp_path)
     assert made.config.offload.nvme_path == str(tmp_path)
-    for path, fault in {
-        "$SCRATCH/no": "there is no such folder; make it, or name one on a local disk",
-        "$NEAR": "it stands for here; it must be an absolute path",
-        "$NOT_SET/nvme": "it stands for $NOT_SET/nvme; it must be an absolute path",
-    }.items():
-        with pytest.raises(RequestError) as refused:
-            planned(path)
-        assert refused.value.faults == [f"offload.nvme_path={path}: {fault}"]
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 2)
-    assert plan.num_ranks(LAMBDA) == 2
-    assert plan.num_ranks(replace(LAMBDA, cluster=Cluster())) == 2
-    with pytest.raises(RequestError, match=r"cluster.ranks_per_node=4: only 2 GPUs are visible here; set at most 2"):
-        plan.num_ranks(replace(LAMBDA, cluster=Cluster(ranks_per_node=4)))
+    assert plan.make(replace(offloaded, cluster=SLURM)).config.offload.nvme_path == "$SCRATCH", (
+        "a variable of the nodes"
+    )
 
 
 def test_a_dataset_of_ones_own_leaves_its_length_to_the_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,12 +127,6 @@ def test_a_limit_that_cannot_be_is_told_once_beside_the_other_faults(
     with pytest.raises(RequestError) as refused:
         plan.make(config)
     assert [line.split("=")[0] for line in refused.value.faults] == [f"train.{list(limit)[-1]}", *others]
-
-
-def test_an_nvme_path_that_cannot_be_written_is_refused_for_root_too() -> None:
-    config = replace(LAMBDA, zero=Zero(stage=3), offload=Offload(optimizer=Device.NVME, nvme_path="/proc"))
-    with pytest.raises(RequestError, match=r"offload.nvme_path=/proc: it cannot be written \(.*\); name another"):
-        plan.make(config)
 
 
 RAMP = BatchSchedule(BatchScheduleType.RAMP, initial_batch_size=3, over=6)
@@ -317,10 +281,6 @@ SLURM = Cluster(type=ClusterType.SLURM, nodes=2, gpus_per_node="a100:2")
 
 def test_a_job_has_a_rank_for_each_gpu_of_each_node() -> None:
     assert plan.make(replace(LAMBDA, cluster=SLURM)).cut == Cut(12, 3, 1, 4)
-    assert plan.make(replace(LAMBDA, cluster=replace(SLURM, ranks_per_node=1))).cut == Cut(12, 3, 2, 2)
-    assert plan.make(replace(LAMBDA, cluster=replace(SLURM, gpus_per_node=None))).cut == Cut(12, 3, 2, 2)
-    eight = replace(LAMBDA, batch=Batch(24), cluster=replace(SLURM, gpus_per_node=None, gres="gpu:4,disk:1"))
-    assert plan.make(eight).num_ranks == 8
 
 
 @pytest.mark.parametrize(
@@ -345,23 +305,3 @@ def test_every_number_of_nodes_that_may_be_granted_has_to_share_the_same_batch(
     with pytest.raises(RequestError) as refused:
         plan.make(replace(LAMBDA, cluster=replace(SLURM, **cluster), batch=batch))
     assert refused.value.faults == [line]
-
-
-def test_what_only_the_nodes_have_is_not_asked_of_the_machine_that_submits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    missing = ("torch", "deepspeed", "transformers")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find(name))
-    config = replace(
-        LAMBDA, mode=Mode.TRAIN, cluster=SLURM, data=replace(LAMBDA.data, cache_dir=str(tmp_path)), zero=Zero(3),
-        offload=Offload(optimizer=Device.NVME, nvme_path="$LOCAL_DISK"),
-    )  # fmt: skip
-    with pytest.raises(RequestError) as refused:
-        plan.make(config)
-    assert [fault.partition(", not installed")[0] for fault in refused.value.faults] == [
-        "training needs torch, deepspeed, transformers"
-    ]
-    assert refused.value.faults[0].endswith("; or set cluster.python, setup or container to what the nodes have")
-    there = replace(config, cluster=replace(SLURM, setup=["module load okazaki"]))
-    assert plan.make(there).config.offload.nvme_path == "$LOCAL_DISK", "a variable of the nodes"
