@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launcher import job, rundir, slurm
+from launcher.errors import RequestError
 from launcher.job import Job
 from launcher.ledger import Ledger, Point
 from launcher.output import say
@@ -38,7 +39,10 @@ class Array:
         slurm.check(job.array_script(self.jobs), self.folder)
 
     def submit(self, ledger: Ledger) -> None:
-        """Freeze the runs and put them into the queue; returns at once."""
+        """Freeze the runs and put them into the queue; returns at once.
+
+        Raises RequestError where Slurm refuses; the ledger and the runs then tell that they have failed.
+        """
         with ExitStack() as locks:
             for one in self.jobs:
                 run_dir = RunDir.create(one.run_dir, job.may_continue(one.config))
@@ -47,7 +51,13 @@ class Array:
             self.folder.mkdir()
             script = job.array_script(self.jobs)
             rundir.write_text(self.folder / slurm.SCRIPT, script)
-            self.number = slurm.submit(script, self.folder)
+            try:
+                self.number = slurm.submit(script, self.folder)
+            except RequestError as error:
+                for point, one in zip(self.points, self.jobs, strict=True):
+                    RunDir(one.run_dir).write_status(state="failed", reason=str(error))
+                    ledger.record(point, "failed", reason=str(error))
+                raise
             for index, point in enumerate(self.points):
                 ledger.record(point, SUBMITTED, job=f"{self.number}_{index}")
         say(f"{len(self.points)} points submitted as array {self.number}; to cancel them: scancel {self.number}")

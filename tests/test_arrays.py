@@ -1,0 +1,71 @@
+"""Points of a sweep as arrays of jobs: which go together, and what is left where Slurm does not take them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher import arrays, job, plan, slurm
+from launcher.errors import RequestError
+from launcher.ledger import Ledger, Point
+from launcher.rundir import RunDir
+from launcher.schema import Batch, Call, Cluster, ClusterType, Config, Data, Train
+
+FASTA = Path(__file__).parent / "data" / "ecoli_short_contigs.fa.gz"
+
+BASE = Config(
+    model=Call("launcher.worker.models.hugging_face", {"model_type": "llama", "hidden_size": 32}),
+    data=Data(fasta=str(FASTA), sequence_length=300, validation=None),
+    batch=Batch(train_batch_size=24),
+    train=Train(max_steps=10),
+    cluster=Cluster(type=ClusterType.SLURM),
+)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def points(folder: Path, *clusters: Cluster) -> list[Point]:
+    configs = [replace(BASE, cluster=cluster, seed=number) for number, cluster in enumerate(clusters)]
+    return [
+        Point(number, (f"seed={number}",), job.Job(config, plan.make(config), folder / f"{number:04d}"))
+        for number, config in enumerate(configs)
+    ]
+
+
+def test_points_that_ask_for_the_same_resources_are_one_array(tmp_path: Path) -> None:
+    small, large = BASE.cluster, replace(BASE.cluster, nodes=2)
+    made = arrays.of(points(tmp_path, small, large, Cluster(), small), tmp_path)
+    assert [[point.index for point in array.points] for array in made] == [[0, 3], [1]]
+    assert [array.folder.name for array in made] == ["array_0", "array_1"]
+
+
+def test_a_later_command_in_the_same_directory_has_arrays_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "array_0").mkdir()
+    (array,) = arrays.of(points(tmp_path, BASE.cluster), tmp_path)
+    assert array.folder.name == "array_1"
+
+
+def test_points_of_an_array_that_slurm_refuses_are_told_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it can after its --test-only: the limit of jobs of a user is reached by then."""
+
+    def refuse(script: str, folder: Path) -> str:
+        raise RequestError("cluster=slurm: sbatch refuses: job submit limit")
+
+    monkeypatch.setattr(slurm, "submit", refuse)
+    (array,) = arrays.of(points(tmp_path, BASE.cluster, BASE.cluster), tmp_path)
+    ledger = Ledger(tmp_path)
+    with pytest.raises(RequestError, match="job submit limit"):
+        array.submit(ledger)
+    lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    assert [(line["point"], line["state"]) for line in lines] == [(0, "failed"), (1, "failed")]
+    for number in range(2):
+        run_dir = RunDir(tmp_path / f"{number:04d}")
+        assert run_dir.read_status()["state"] == "failed"
+        assert "job submit limit" in run_dir.read_status()["reason"]
+        RunDir.create(run_dir.path, may_continue=True).release()  # nobody holds it
