@@ -39,7 +39,7 @@ class Net(SmallNet):
 COMMAND = (
     "+experiment=dna_8k data=lambda data.sequence_length=128 --config-dir conf model=net batch.train_batch_size=8 "
     "batch.max_micro_batch_size_per_gpu=4 train.eval_every=10 checkpoint.every=5 optimizer.lr=1e-3 "
-    "lr_schedule.warmup_steps=2 logging=none"
+    "lr_schedule.warmup_steps=2 train.max_steps=20 logging=none"
 )
 
 PREEMPTIBLE = "PartitionName=cancel Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=20 State=UP"
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Lines:
     """The run that nobody has disturbed, on this machine."""
-    argv = [*COMMAND.split(), "train.max_steps=20", "cluster.ranks_per_node=2", "hydra.run.dir=whole"]
+    argv = [*COMMAND.split(), "cluster.ranks_per_node=2", "hydra.run.dir=whole"]
     done = launch(folder, environment({}), *argv)
     assert done.returncode == 0, done.stderr
     return lines(folder / "whole")
@@ -84,6 +84,7 @@ def environment(plain: dict[str, str], pass_s: float = 0.0) -> dict[str, str]:
         **(plain or os.environ),
         "OMP_NUM_THREADS": "1",
         "PASS_S": str(pass_s),
+        "WANDB_MODE": "offline",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH")])),
         "TORCH_EXTENSIONS_DIR": str(compiled),
         "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled by it here, and its import takes as long as a run
@@ -101,7 +102,7 @@ def launch(
 def submit(
     cluster: slurm.Cluster, folder: Path, run_dir: str, *words: str, pass_s: float = 0.0
 ) -> "subprocess.CompletedProcess[str]":
-    own = ["cluster=slurm", "train.max_steps=20", f"hydra.run.dir={run_dir}", *words]
+    own = ["cluster=slurm", f"hydra.run.dir={run_dir}", *words]
     return launch(folder, environment(cluster.environment, pass_s), *COMMAND.split(), *own, cluster=cluster)
 
 
@@ -181,13 +182,15 @@ def test_nodes_with_a_network_of_their_own_find_each_other(
         same(lines(folder / "net"), whole)
 
 
+@pytest.mark.parametrize("command", ["scancel --signal=USR2", pytest.param("scontrol requeue", marks=pytest.mark.slow)])
 def test_a_run_that_is_asked_to_stop_saves_goes_back_into_the_queue_and_ends_as_if_nothing_had_been(
-    cluster: slurm.Cluster, folder: Path, whole: Lines
+    cluster: slurm.Cluster, folder: Path, whole: Lines, command: str
 ) -> None:
-    submit(cluster, folder, "requeued", "cluster.nodes=2", pass_s=0.2)
-    run_dir, job = folder / "requeued", job_of(folder / "requeued")
+    program, option = command.split()
+    submit(cluster, folder, program, "cluster.nodes=2", pass_s=0.2)
+    run_dir, job = folder / program, job_of(folder / program)
     until_step(run_dir, 3)
-    cluster.run("scancel", "--signal=USR2", job)
+    cluster.run(program, option, job)
     until(lambda: field(cluster.show(job), "Restarts") == "1")
     assert until_state(cluster, job, "COMPLETED", "FAILED") == "COMPLETED", told(run_dir)
     status = RunDir(run_dir).read_status()
@@ -287,7 +290,7 @@ def test_a_sweep_is_one_array_and_a_point_that_fails_is_named(cluster: slurm.Clu
 @pytest.mark.slow
 def test_a_task_of_an_array_goes_back_into_the_queue_alone(cluster: slurm.Cluster, folder: Path, whole: Lines) -> None:
     """The first one has the number of the whole array."""
-    argv = ["-m", *COMMAND.split(), "cluster=slurm", "train.max_steps=20", "seed=0,1", "hydra.sweep.dir=queued"]
+    argv = ["-m", *COMMAND.split(), "cluster=slurm", "seed=0,1", "hydra.sweep.dir=queued"]
     done = launch(folder, environment(cluster.environment, pass_s=0.2), *argv)
     assert done.returncode == 0, done.stderr
     run_dirs = [folder / "queued" / f"{number:04d}" for number in range(2)]
@@ -324,7 +327,7 @@ def test_odd_directories_run_like_any_other(cluster: slurm.Cluster, folder: Path
     home.mkdir()
     for part in ("nets.py", "conf"):
         (home / part).symlink_to(folder / part)
-    argv = [*COMMAND.split(), "cluster=slurm", "train.max_steps=20", "name=odd"]
+    argv = [*COMMAND.split(), "cluster=slurm", "name=odd"]
     done = launch(home, environment(cluster.environment), *argv)
     assert (done.returncode, done.stderr) == (0, "")
     (run_dir,) = (home / "runs" / "odd").iterdir()
@@ -335,18 +338,28 @@ def test_odd_directories_run_like_any_other(cluster: slurm.Cluster, folder: Path
 
 @pytest.mark.slow
 def test_a_run_longer_than_its_time_limit_goes_through_as_many_jobs_as_it_takes(
-    cluster: slurm.Cluster, folder: Path, whole: Lines
+    cluster: slurm.Cluster, folder: Path
 ) -> None:
+    """Forty steps, of which a job has time for about fifteen; one tracker id, one log a rank."""
+    forty = ("train.max_steps=40", "cluster.ranks_per_node=2")
+    done = launch(folder, environment({}), *COMMAND.split(), *forty, "hydra.run.dir=forty")
+    assert done.returncode == 0, done.stderr
     # A minute is the least that Slurm knows; it looks about twice in each.
-    words = ("cluster.ranks_per_node=2", "cluster.time=1", "cluster.signal_lead=30")
-    submit(cluster, folder, "limited", *words, pass_s=2.5)
+    words = (*forty, "cluster.time=1", "cluster.signal_lead=30", "logging.wandb=true")
+    done = submit(cluster, folder, "limited", *words, pass_s=0.8)
+    assert done.returncode == 0, done.stderr
     run_dir, job = folder / "limited", job_of(folder / "limited")
     assert until_state(cluster, job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=900) == "COMPLETED", told(run_dir)
     status = RunDir(run_dir).read_status()
     assert status["restarts"] >= 2
     assert status["attempt"] == status["restarts"] + 1
-    same(lines(run_dir), whole)
+    same(lines(run_dir), lines(folder / "forty"))
     assert len(list((run_dir / "logs").glob("rank_*.log"))) == 2
+    tracker = RunDir(run_dir).tracker
+    tracked = [path.name for path in (tracker / "wandb").glob("offline-run-*")]
+    assert len(tracked) == status["attempt"]
+    identity = (tracker / "wandb_id").read_text()
+    assert all(name.endswith(f"-{identity}") for name in tracked)
 
 
 @pytest.mark.slow
