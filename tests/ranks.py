@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from launcher.ranks import STORE_FD, Rank, from_environment
 
 
@@ -52,6 +54,15 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, time
             process.kill()
             process.join()
     return [results[number] for number in range(num_ranks)]
+
+
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """The values of a parameter in those tests of a module that are about to run, each once: what takes long is done
+    for these alone."""
+    calls = [
+        item.callspec for item in request.session.items if item.parent is request.node and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(call.params[parameter] for call in calls if parameter in call.params))
 
 
 def _rank(answer: Any, number: int, num_ranks: int, port: int, function: Callable[..., Any], arguments: Any) -> None:

@@ -24,7 +24,7 @@ from launcher.batch import Cut
 from launcher.ranks import Rank
 from launcher.schema import Accumulation, Call, Config, Dtype, Optimizer, OptimizerType, Precision, Sync, Train, Zero
 from launcher.worker import models, optimizers
-from tests.ranks import on_ranks
+from tests.ranks import asked_for, on_ranks
 from tests.worker import runs
 
 LAMB, LARS, MUON = OptimizerType.LAMB, OptimizerType.LARS, OptimizerType.MUON
@@ -195,6 +195,9 @@ CELLS = [
     *(Cell(MUON, stage, 4, 2, sync=Sync.ONCE_PER_WINDOW) for stage in (2, 3)),
 ]
 
+SLOW = {cell for cell in CELLS if cell.optimizer in (LAMB, LARS) and cell.accumulation in (2, 8)}
+"""Left to make test-full."""
+
 NAIVE = [Cell(LAMB, 1, 1, 2, naive=True), Cell(LAMB, 3, 1, 2, naive=True), Cell(LARS, 2, 1, 2, naive=True)]
 
 
@@ -240,15 +243,17 @@ def whole() -> Whole:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, dict[str, Any]]:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, dict[str, Any]]:
     # DeepSpeed has torch compile its Muon, which takes minutes on a CPU.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        return train_all(CELLS + NAIVE, tmp_path_factory.mktemp("cells"))
+        return train_all(asked_for(request, "cell"), tmp_path_factory.mktemp("cells"))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell in SLOW), id=str(cell)) for cell in CELLS]
+)
 def test_a_cut_gives_the_update_of_the_whole_batch(
     trained: dict[Cell, dict[str, Any]], whole: Whole, cell: Cell
 ) -> None:
