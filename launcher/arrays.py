@@ -116,11 +116,12 @@ def _outcome(point: Point, is_alive: bool) -> Outcome | None:
     assert point.job is not None
     run_dir = RunDir(point.job.run_dir)
     status = run_dir.read_status()
-    if status["state"] == "completed":
+    state = status.get("state")
+    if state == "completed":
         return Outcome("completed", run_dir.last_eval_loss(), None)
     if is_alive:
         return None
-    if status["state"] in ("failed", PREEMPTED):
-        return Outcome(status["state"], None, status["reason"])
+    if state in ("failed", PREEMPTED):
+        return Outcome(state, None, status["reason"])
     # Nobody lived to write what happened: it was cancelled, its time was up, or its node is lost.
     return Outcome("failed", None, "its job has ended, and the run has not")

@@ -141,10 +141,10 @@ class RunDir:
     def read_status(self) -> dict[str, Any]:
         """The fields of ``status.json``; none before the first was written, or where a reboot has emptied it."""
         try:
-            status: dict[str, Any] = json.loads(self.status.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            status = json.loads(self.status.read_bytes())
+        except (FileNotFoundError, ValueError):
             return {}
-        return status
+        return status if isinstance(status, dict) else {}
 
     def last_eval_loss(self) -> float | None:
         """The ``eval_loss`` (nats a valid token) of the last evaluation; None if there was none."""
@@ -160,7 +160,7 @@ class RunDir:
         """The whole lines of the metrics; a rank that was killed may have left one half written."""
         if not self.metrics.exists():
             return []
-        whole, _, _ = self.metrics.read_text(encoding="utf-8").rpartition("\n")
+        whole, _, _ = self.metrics.read_bytes().rpartition(b"\n")
         lines = [record for line in whole.splitlines() if (record := parse(line)) is not None]
         return [line for line in lines if line["kind"] == kind]
 
@@ -168,10 +168,10 @@ class RunDir:
 def parse(line: str | bytes) -> dict[str, Any] | None:
     """A line of the metrics; None for one that was never written to its end."""
     try:
-        record: dict[str, Any] = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
-    return record
+    return record if isinstance(record, dict) and "kind" in record else None
 
 
 def check(path: Path, may_continue: bool = False) -> list[str]:

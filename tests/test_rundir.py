@@ -163,8 +163,14 @@ def test_a_line_that_was_never_written_to_its_end_is_left_out_of_the_metrics(tmp
     assert run_dir.last_step() == 2
 
 
-@pytest.mark.parametrize("text", ["", '{"state": "runn'])
-def test_a_status_that_a_reboot_has_emptied_says_nothing(tmp_path: Path, text: str) -> None:
+def test_lines_of_the_metrics_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.status.write_text(text)
+    run_dir.metrics.write_bytes(b'5\n[1]\n{}\n\xff\x00\n{"kind": "train", "step": 2}\n"train"\n')
+    assert run_dir.last_step() == 2
+
+
+@pytest.mark.parametrize("text", [b"", b'{"state": "runn', b"[1, 2]", b"\xff\xfe"])
+def test_a_status_that_a_reboot_has_emptied_says_nothing(tmp_path: Path, text: bytes) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.status.write_bytes(text)
     assert run_dir.read_status() == {}
