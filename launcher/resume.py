@@ -31,6 +31,8 @@ learns and what is told of it; those may change."""
 LEARNING = (
     "optimizer.",
     "lr_schedule.",
+    "train.max_",  # the horizon of the learning rate
+    "train.epochs",
     "train.gradient_clipping",
     "precision.",
     "batch.lr_scaling",

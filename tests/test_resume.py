@@ -166,22 +166,30 @@ def test_what_would_be_another_run_is_refused_with_the_difference(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "told"),
     [
-        {"zero": Zero(stage=3)},
-        {"precision": Precision(dtype=Dtype.BF16)},
-        {"batch": Batch(train_batch_size=8, gradient_accumulation_steps=2)},
-        {"train": Train(max_steps=20)},
-        {"optimizer": Optimizer(lr=1e-4)},
-        {"lr_schedule": LrSchedule(warmup_steps=2)},
-        {"data": replace(BASE.data, num_workers=2)},  # type: ignore[type-var]
+        ({"zero": Zero(stage=3)}, None),
+        ({"batch": Batch(train_batch_size=8, gradient_accumulation_steps=2)}, None),
+        ({"data": replace(BASE.data, num_workers=2)}, None),  # type: ignore[type-var]
+        ({"precision": Precision(dtype=Dtype.BF16)}, "precision.dtype=bf16 (fp32 before)"),
+        ({"train": Train(max_steps=20)}, "train.max_steps=20 (10 before)"),
+        (
+            {"train": Train(max_steps=10, epochs=3, gradient_clipping=None)},
+            "train.epochs=3 (null before), train.gradient_clipping=null (1.0 before)",
+        ),
+        ({"optimizer": Optimizer(lr=1e-4)}, "optimizer.lr=0.0001 (0.001 before)"),
+        ({"lr_schedule": LrSchedule(warmup_steps=2)}, "lr_schedule.warmup_steps=2 (0 before)"),
     ],
 )
-def test_what_only_says_how_a_step_is_cut_or_how_far_a_run_goes_may_change(
-    tmp_path: Path, changes: dict[str, object]
+def test_what_only_says_how_a_step_is_cut_or_how_it_learns_may_change_and_the_latter_is_told(
+    tmp_path: Path, changes: dict[str, object], told: str | None
 ) -> None:
     leave(tmp_path)
-    assert faults(tmp_path, dataclasses.replace(BASE, **changes)) == []  # type: ignore[arg-type]
+    changed = dataclasses.replace(BASE, **changes)  # type: ignore[arg-type]
+    assert faults(tmp_path, changed) == []
+    found = origin(tmp_path)
+    assert found is not None
+    assert resume.changes(plan.make(changed), found) == (told and f"from now on {told}")
 
 
 def test_another_genome_is_refused_wherever_it_lies_and_the_same_one_is_not(tmp_path: Path) -> None:
