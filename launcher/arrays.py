@@ -92,12 +92,14 @@ class Outcome(NamedTuple):
 
 def wait(arrays: Sequence[Array], ledger: Ledger) -> dict[int, Outcome]:
     """Until no job of the arrays is left; by the number of the point what has become of it."""
-    left = {f"{array.number}_{index}": point for array in arrays for index, point in enumerate(array.points)}
+    left = {
+        f"{array.number}_{index}": (point, array.folder) for array in arrays for index, point in enumerate(array.points)
+    }
     outcomes: dict[int, Outcome] = {}
     alive, asked = set(left), time.monotonic()
     while left:
-        for name, point in list(left.items()):
-            outcome = _outcome(point, name in alive)
+        for name, (point, folder) in list(left.items()):
+            outcome = _outcome(point, name in alive, folder / "logs" / f"slurm_{name}.log")
             if outcome is not None:
                 outcomes[point.index] = outcome
                 ledger.record(point, outcome.state, outcome.reason, outcome.eval_loss, job=name)
@@ -107,11 +109,15 @@ def wait(arrays: Sequence[Array], ledger: Ledger) -> dict[int, Outcome]:
             break
         time.sleep(LOOK_S)
         if time.monotonic() - asked >= ASK_S:
-            alive, asked = slurm.alive([array.number for array in arrays if array.number is not None]), time.monotonic()
+            try:
+                alive = slurm.alive([array.number for array in arrays if array.number is not None])
+            except RequestError as error:  # the jobs go on without their controller, and it comes back as a rule
+                say(f"{error}; waiting on")
+            asked = time.monotonic()
     return outcomes
 
 
-def _outcome(point: Point, is_alive: bool) -> Outcome | None:
+def _outcome(point: Point, is_alive: bool, log: Path) -> Outcome | None:
     """None as long as its job may still go on, also after a failure of this attempt."""
     assert point.job is not None
     run_dir = RunDir(point.job.run_dir)
@@ -122,6 +128,6 @@ def _outcome(point: Point, is_alive: bool) -> Outcome | None:
     if is_alive:
         return None
     if state in ("failed", PREEMPTED):
-        return Outcome(state, None, status["reason"])
+        return Outcome(state, None, status.get("reason"))
     # Nobody lived to write what happened: it was cancelled, its time was up, or its node is lost.
-    return Outcome("failed", None, "its job has ended, and the run has not")
+    return Outcome("failed", None, f"its job has ended, and the run has not (log: {log})")

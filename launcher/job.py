@@ -47,6 +47,8 @@ def prepare(composed: Composed) -> Job:
     config = decode.with_absolute_paths(config, Path.cwd())
     faults += nodes.secrets(decode.encode(config), os.environ)
     faults += rundir.check(composed.run_dir, may_continue(config))
+    if config.cluster.type is ClusterType.SLURM:
+        faults += slurm.check_folder(composed.run_dir)
     origin = None
     try:
         if not faults and may_continue(config):

@@ -83,10 +83,22 @@ def submit(script: str, folder: Path) -> str:
     return job
 
 
+def check_folder(run_dir: Path) -> list[str]:
+    """Fault lines for a run directory that Slurm cannot write a log into."""
+    if "%" not in str(run_dir):
+        return []
+    return [f"hydra.run.dir={run_dir}: Slurm takes a % in the path of a log for a pattern; give a directory without"]
+
+
 def check(script: str, folder: Path) -> None:
-    """Ask Slurm whether it would take a script. Raises RequestError with its own words if not."""
+    """Ask a shell whether it can read a script, and Slurm whether it would take it.
+
+    Raises RequestError with their own words if not.
+    """
     while not folder.is_dir():
         folder = folder.parent
+    if (answer := _ask("bash", "-n", folder=folder, script=script)).returncode != 0:  # only setup can be at fault
+        raise RequestError(f"cluster.setup: it is no shell that can be read: {_words(answer.stderr)}")
     answer = _ask("sbatch", "--test-only", folder=folder, script=script)
     if answer.returncode != 0:
         raise RequestError(f"cluster=slurm: sbatch refuses: {_words(answer.stderr)}")

@@ -86,6 +86,9 @@ ORDER = _words("""
 KEYS = tuple(field.name for field in fields(Cluster) if field.name in ORDER)
 """The keys of ``cluster`` that are options of sbatch."""
 
+STAGE_TO = re.compile(r"/|\$(\w+|\{\w+\})(/|$)")
+"""An absolute path, or a variable of the node first."""
+
 TEXTS = (*KEYS, "container_image", "container_mounts", "container_workdir", "python", "stage_to")
 """The keys of ``cluster`` that become one line, or a part of it."""
 
@@ -270,7 +273,7 @@ def _check_together(cluster: Cluster) -> list[str]:
         for name in ("container_mounts", "container_workdir")
         if getattr(cluster, name) is not None and cluster.container_image is None
     ]
-    if cluster.stage_to is not None and not cluster.stage_to.startswith(("/", "$")):
+    if cluster.stage_to is not None and not STAGE_TO.match(cluster.stage_to):
         faults.append(
             f"cluster.stage_to={show(cluster.stage_to)}: it must be an absolute path, or begin with a variable of the "
             "node such as $SLURM_TMPDIR"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher import arrays, job, plan, slurm
+from launcher.arrays import Array
 from launcher.errors import RequestError
 from launcher.ledger import Ledger, Point
 from launcher.rundir import RunDir
@@ -69,3 +70,36 @@ def test_points_of_an_array_that_slurm_refuses_are_told_as_failed(
         assert run_dir.read_status()["state"] == "failed"
         assert "job submit limit" in run_dir.read_status()["reason"]
         RunDir.create(run_dir.path, may_continue=True).release()  # nobody holds it
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Array, Ledger]:
+    """Two points as array 7, and a launcher that does not take its time."""
+    monkeypatch.setattr(slurm, "submit", lambda script, folder: "7")
+    monkeypatch.setattr(arrays, "LOOK_S", 0.0)
+    monkeypatch.setattr(arrays, "ASK_S", 0.0)
+    (array,) = arrays.of(points(tmp_path, BASE.cluster, BASE.cluster), tmp_path)
+    ledger = Ledger(tmp_path)
+    array.submit(ledger)
+    return array, ledger
+
+
+def test_waiting_outlasts_a_controller_that_does_not_answer(
+    submitted: tuple[Array, Ledger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    array, ledger = submitted
+    answers = iter([RequestError("cluster=slurm: squeue fails: Connection refused"), {"7_0"}, set()])
+
+    def alive(jobs: list[str]) -> set[str]:
+        answer = next(answers)
+        if isinstance(answer, RequestError):
+            raise answer
+        RunDir(tmp_path / "0000").write_status(state="completed")
+        return answer
+
+    monkeypatch.setattr(slurm, "alive", alive)
+    outcomes = arrays.wait([array], ledger)
+    assert "squeue fails: Connection refused; waiting on" in capsys.readouterr().out
+    assert [outcomes[number].state for number in range(2)] == ["completed", "failed"]
+    log = tmp_path / "array_0" / "logs" / "slurm_7_1.log"
+    assert outcomes[1].reason == f"its job has ended, and the run has not (log: {log})"

@@ -126,6 +126,15 @@ def test_wrong_values_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_a_directory_that_slurm_would_read_as_a_pattern_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Found on a real cluster: the job fails at its launch, and no log says why."""
+    assert refused(capsys, "cluster=slurm", "hydra.run.dir=50%/run") == [
+        f"hydra.run.dir={Path.cwd()}/50%/run: Slurm takes a % in the path of a log for a pattern; give a directory "
+        "without"
+    ]
+    assert main([*LAMBDA, "hydra.run.dir=50%/run", "mode=plan"]) == 0
+
+
 def test_what_cannot_be_run_is_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("x")
     folder = Path("file").absolute()

@@ -303,6 +303,11 @@ PLUGIN = "an option of a plugin of your site is written with its dashes: --NAME"
             "cluster.stage_to=tmp: it must be an absolute path, or begin with a variable of the node such as "
             "$SLURM_TMPDIR",
         ),
+        (
+            {"stage_to": "$(pwd)/x"},
+            "cluster.stage_to=$(pwd)/x: it must be an absolute path, or begin with a variable of the node such as "
+            "$SLURM_TMPDIR",
+        ),
         # containers, environment
         (
             {"container": ["apptainer", "exec"], "container_image": "x"},

@@ -252,7 +252,8 @@ def test_a_run_that_is_preempted_goes_on_when_the_nodes_are_free_again(
 def test_a_run_that_fails_fails_its_job_and_what_depends_on_it_never_starts(
     cluster: slurm.Cluster, folder: Path
 ) -> None:
-    submit(cluster, folder, "failing", "cluster.nodes=2", "model=failing")
+    # With the options of a shell that many sites recommend, which end a script where a command has failed.
+    submit(cluster, folder, "failing", "cluster.nodes=2", "model=failing", "cluster.setup=['set -euo pipefail']")
     run_dir, job = folder / "failing", job_of(folder / "failing")
     after = submit(cluster, folder, "after", f"cluster.dependency=afterok:{job}")
     assert after.returncode == 0, after.stderr
@@ -312,11 +313,12 @@ def test_what_slurm_refuses_is_said_in_its_words_and_nothing_is_written(cluster:
         "cluster.nodes=8": "Node count specification invalid",
         "cluster.constraint=h100": "Invalid feature specification",
         "cluster.mem=64T": "Memory specification can not be satisfied",
+        "cluster.setup=['if true; then']": "syntax error: unexpected end of file",
     }.items():
         done = submit(cluster, folder, "refused", words)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
-        assert line.startswith("cluster=slurm: sbatch refuses: ")
+        assert line.startswith(("cluster=slurm: sbatch refuses: ", "cluster.setup: it is no shell that can be read: "))
         assert said in line or "Requested node configuration is not available" in line
         assert not (folder / "refused").exists()
 

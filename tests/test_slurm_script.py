@@ -123,8 +123,9 @@ WORDS = [
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_shell_reads_every_value_as_it_is(word: str, tmp_path: Path) -> None:
-    """What stands above the setup, run for real, up to where the job would start."""
-    cluster = replace(PLAIN, environment={"OWN": word}, container=["env", word], setup=["show"])
+    """What stands above the start of the job, run for real after the strict setup that some sites have."""
+    strict = ["set -euo pipefail", "IFS=,", "python=other"]
+    cluster = replace(PLAIN, environment={"OWN": word}, container=["env", word], setup=strict)
     text = slurm_script.render(
         TEMPLATE,
         cluster,
@@ -135,12 +136,12 @@ def test_a_shell_reads_every_value_as_it_is(word: str, tmp_path: Path) -> None:
         ranks_per_node=1,
         signal_lead=60,
     )
-    head, setup, _ = text.partition("\nshow\n")
-    assert setup
-    show = 'printf "%s\\0" "${run_dirs[@]}" "$folder" "${python[@]}" "$OWN" "$PWD"'
+    head, rest, _ = text.partition("\nrun_dir=")
+    assert rest
+    show = 'false; printf "%s\\0" "${run_dirs[@]}" "${python[@]}" "$OWN" "$PWD" "$IFS"'
     done = subprocess.run(["bash", "-c", f"{head}\n{show}"], capture_output=True, text=True, check=True, cwd="/")
     run_dir = str(Path(f"/{word}"))
-    assert done.stdout.split("\0")[:-1] == [run_dir, "/second", str(tmp_path), "env", word, word, word, str(tmp_path)]
+    assert done.stdout.split("\0")[:-1] == [run_dir, "/second", "env", word, word, word, str(tmp_path), " \t\n"]
     assert list(tmp_path.iterdir()) == []
 
 
