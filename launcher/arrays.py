@@ -60,7 +60,8 @@ class Array:
                 raise
             for index, point in enumerate(self.points):
                 ledger.record(point, SUBMITTED, job=f"{self.number}_{index}")
-        say(f"{len(self.points)} points submitted as array {self.number}; to cancel them: scancel {self.number}")
+        many = f"{len(self.points)} points submitted as array {self.number}"
+        say(f"{many}; to cancel them: scancel {self.number}{job.waits(self.number)}")
 
 
 def is_queued(point: Point) -> bool:

@@ -171,6 +171,12 @@ def set_up(job: Job, run_dir: RunDir) -> None:
     run_dir.write_status(begun=False, requeues=0, trials=[], groups_done=0)
 
 
+def waits(number: str) -> str:
+    """What to add to the number of a job that Slurm holds back."""
+    reason = slurm.held_back(number)
+    return "" if reason is None else f"; it waits, says Slurm: {reason}"
+
+
 def _submit(job: Job, run_dir: RunDir) -> None:
     """Put a run into the queue of Slurm; returns at once."""
     set_up(job, run_dir)
@@ -181,7 +187,7 @@ def _submit(job: Job, run_dir: RunDir) -> None:
         raise
     run_dir.write_status(job=number)
     where = shlex.quote(str(run_dir.path))
-    say(f"submitted as job {number}")
+    say(f"submitted as job {number}{waits(number)}")
     say(f"  follow:  tail -F {where}/logs/rank_00000.log")
     say(f"  cancel:  scancel {number}; what the ranks can save before Slurm kills them is kept")
     say(f"  go on:   the same command with {rundir.KEY}={where}")

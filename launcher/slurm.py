@@ -34,6 +34,9 @@ WAITING = (
 )
 """States of a job that has not come to its end."""
 
+ITS_TURN = ("None", "Priority", "Resources", "BeginTime", "Dependency", "JobArrayTaskLimit")
+"""Why a job waits that will start by itself."""
+
 UNKNOWN = re.compile("Invalid job id")
 
 
@@ -102,6 +105,14 @@ def check(script: str, folder: Path) -> None:
     answer = _ask("sbatch", "--test-only", folder=folder, script=script)
     if answer.returncode != 0:
         raise RequestError(f"cluster=slurm: sbatch refuses: {_words(answer.stderr)}")
+
+
+def held_back(job: str) -> str | None:
+    """Slurm's word for why a job or array waits, if it is not just for its turn: ``PartitionTimeLimit``, for instance,
+    with which many clusters let a job wait for ever that they could refuse."""
+    answer = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%r")
+    reasons = [reason for reason in dict.fromkeys(answer.stdout.split()) if reason not in ITS_TURN]
+    return ", ".join(reasons) or None
 
 
 def is_alive(job: str) -> bool:

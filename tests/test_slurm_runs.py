@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -321,6 +322,42 @@ def test_what_slurm_refuses_is_said_in_its_words_and_nothing_is_written(cluster:
         assert line.startswith(("cluster=slurm: sbatch refuses: ", "cluster.setup: it is no shell that can be read: "))
         assert said in line or "Requested node configuration is not available" in line
         assert not (folder / "refused").exists()
+
+
+def test_a_job_that_slurm_takes_and_will_not_start_is_told(cluster: slurm.Cluster, folder: Path) -> None:
+    done = submit(cluster, folder, "held", "cluster.partition=short", "cluster.time=60")
+    assert done.returncode == 0, done.stderr
+    job = job_of(folder / "held")
+    reason = field(cluster.show(job), "Reason")
+    assert reason.startswith("Partition")
+    assert f"submitted as job {job}; it waits, says Slurm: {reason}" in done.stdout.splitlines()
+    cluster.run("scancel", job)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(shutil.which(program, path=slurm.PATH) is None for program in ("slurmdbd", "mariadbd")) and not slurm.in_ci(),
+    reason="accounts need slurmdbd, slurm-wlm-mysql-plugin and mariadb-server",
+)
+def test_who_may_not_pay_or_wants_too_long_is_refused_in_the_words_of_slurm(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    where = tmp_path_factory.mktemp("accounts")
+    with slurm.Cluster(where, NODES=2, CPUS=4, MEM=8000, GPUS=0, DBD=1, EXTRA_CONF="EnforcePartLimits=ALL") as cluster:
+        for command in ("add qos brief MaxWall=5 Flags=DenyOnLimit", "modify user root set qos+=brief"):
+            assert cluster.run("sacctmgr", "-iQ", *command.split()).returncode == 0
+        for words, said in {
+            ("cluster.account=nope",): "Invalid account or account/partition combination specified",
+            ("cluster.qos=nope",): "Invalid qos specification",
+            ("cluster.qos=brief", "cluster.time=60"): "QOSMaxWallDurationPerJobLimit",
+            ("cluster.partition=short", "cluster.time=60"): "Requested time limit is invalid",
+        }.items():
+            done = submit(cluster, folder, "unpaid", *words)
+            assert done.returncode == 2
+            (line,) = done.stderr.splitlines()
+            assert line.startswith("cluster=slurm: sbatch refuses: ")
+            assert said in line
+            assert not (folder / "unpaid").exists()
 
 
 @pytest.mark.parametrize("name", ["a b 'c' \"d\" $HOME ; touch no", pytest.param("new\nline", marks=pytest.mark.slow)])
