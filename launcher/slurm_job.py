@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher import decode, failures, job, placement, plan, ranks, resume, slurm_options
-from launcher.errors import EXIT_DONE, EXIT_PREEMPTED, OutOfMemoryError, RequestError, RunError, RunPreemptedError
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    OutOfMemoryError,
+    RequestError,
+    RunError,
+    RunPreemptedError,
+)
 from launcher.micro_batch import Trial
 from launcher.plan import Plan
 from launcher.rundir import MEMORY, PREEMPTED, RunDir
@@ -44,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
     except (RequestError, RunError) as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:  # a full disk, as a rule
+        print(f"the run in {path} cannot go on: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
     print(answer)
     return EXIT_PREEMPTED if answer == REQUEUE else EXIT_DONE
 
@@ -79,6 +90,9 @@ def begin(path: Path) -> str:
             begun=True, attempt=attempt, job=os.environ[JOB], restarts=_restarts(), host=socket.gethostname()
         )
         return f"{_free_port()} {num_ranks}"
+    except (RequestError, RunError) as error:
+        _fail(run_dir, error)
+        raise
     finally:
         run_dir.release()
 

@@ -91,6 +91,7 @@ def test_a_job_that_is_not_what_was_planned_is_refused_with_both_numbers(
     granted(monkeypatch, nodes, tasks)
     assert call("begin", run_dir.path) == EXIT_REFUSED
     assert capsys.readouterr().err.splitlines()[-1] == said
+    assert (run_dir.read_status()["state"], run_dir.read_status()["reason"]) == ("failed", said)
 
 
 def test_fewer_nodes_share_the_same_batch_and_what_was_asked_for_stays(
@@ -104,6 +105,19 @@ def test_fewer_nodes_share_the_same_batch_and_what_was_asked_for_stays(
     assert (batch["train_batch_size"], batch["data_parallel_size"]) == (24, 4)
     assert json.loads(run_dir.deepspeed.read_text())["gradient_accumulation_steps"] == 6
     assert "nodes: 1-4" in run_dir.config.read_text()
+
+
+def test_a_disk_that_is_full_is_one_line_in_the_log_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def full(*arguments: object, **facts: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run_dir = submitted(tmp_path / "run")
+    monkeypatch.setattr(job, "freeze", full)
+    assert call("begin", run_dir.path) == EXIT_FAILED
+    said = f"the run in {run_dir.path} cannot go on: [Errno 28] No space left on device"
+    assert capsys.readouterr().err.splitlines()[-1] == said
 
 
 def test_a_directory_that_the_node_does_not_see_is_named(tmp_path: Path, capsys: Output) -> None:
