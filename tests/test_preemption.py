@@ -16,9 +16,13 @@ from tests.small import offer
 pytestmark = pytest.mark.ranks
 
 NETS = """
-import os, signal
+import atexit, os, signal, subprocess
 from pathlib import Path
 from tests.small import SmallNet
+
+if os.environ.get("SIGNAL") == f"while rank {os.environ.get('RANK')} leaves":
+    signals = f"while kill -USR2 {os.getpid()}; do sleep 0.01; done"
+    atexit.register(subprocess.Popen, ["sh", "-c", signals])
 
 class Net(SmallNet):
     '''Sends a signal to its own rank at one of its passes, once.'''
@@ -31,7 +35,7 @@ class Net(SmallNet):
         self.passes[self.training] += 1
         sent = Path("sent")
         wish = os.environ.get("SIGNAL", "")
-        if wish and not sent.exists():
+        if ":" in wish and not sent.exists():
             name, rank, mode, number = wish.split(":")
             here = (os.environ["RANK"], "training" if self.training else "evaluation", self.passes[self.training])
             if here == (rank, mode, int(number)):
@@ -149,6 +153,12 @@ def test_a_run_that_is_stopped_before_its_last_evaluation_makes_up_for_it(folder
     assert third.stdout.startswith("this run is done: ")
     fewer = launch(folder, "last", 0, 0, more="train.max_steps=1 lr_schedule.warmup_steps=0")
     assert fewer.stdout.startswith("this run is done: ")
+
+
+def test_a_signal_after_the_last_step_does_not_make_the_run_another_one(folder: Path) -> None:
+    done = launch(folder, "ends", 0, 0, "while rank 1 leaves", more="train.max_steps=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert RunDir(folder / "ends").read_status()["state"] == "completed"
 
 
 def test_a_run_that_is_done_says_so(folder: Path, whole: object) -> None:

@@ -79,6 +79,7 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
         with Watchdog(config.train.step_timeout, lambda reason: _report(run_dir, rank, FAILURE, reason)) as watchdog:
             trainer = Trainer(config, cut, values, rank, run_dir, task, watchdog)
             summary = trainer.train()
+        stop.ignore()  # nothing is left to stop, and while Python takes itself apart a signal would kill it
         if rank.is_first and summary is None:
             run_dir.write_status(state=PREEMPTED, reason=trainer.stopped_by, activity=None)
         elif rank.is_first:

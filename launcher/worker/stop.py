@@ -21,7 +21,7 @@ def listen() -> None:
 
 
 def ignore() -> None:
-    """For the processes that read data: it is their rank that ends them."""
+    """For the processes that read data, which their rank ends, and for a rank that has done its work."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
