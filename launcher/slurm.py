@@ -15,8 +15,9 @@ from launcher.schema import Cluster
 
 SCRIPT = "submit.sbatch"
 
-UNMEASURED_LEAD_S, MIN_LEAD_S = 120, 30
-"""Slurm looks at its signals and time limits about twice a minute."""
+UNMEASURED_LEAD_S, MIN_LEAD_S = 120, 60
+"""Slurm looks at its signals and time limits about twice a minute. When all is saved, ranks have to end, and the job
+has to decide what comes next, which takes a Python of its own on a slow file system."""
 
 TIMEOUT_S = 120.0
 """For one command. Clients give up by themselves some seconds after they could not reach the controller."""
