@@ -35,8 +35,12 @@ class Array:
         return [point.job for point in self.points if point.job is not None]
 
     def check(self) -> None:
-        """Raises RequestError where Slurm would not take it."""
+        """Raises RequestError where Slurm would not take it, or somebody is at work on one of its runs."""
         slurm.check(job.array_script(self.jobs), self.folder)
+        for one in self.jobs:
+            if RunDir(one.run_dir).holds_a_run():
+                RunDir.create(one.run_dir, job.may_continue(one.config)).release()
+        job.check_free([one.run_dir for one in self.jobs])
 
     def submit(self, ledger: Ledger) -> None:
         """Freeze the runs and put them into the queue; returns at once.
@@ -44,9 +48,11 @@ class Array:
         Raises RequestError where Slurm refuses; the ledger and the runs then tell that they have failed.
         """
         with ExitStack() as locks:
+            run_dirs = []
             for one in self.jobs:
-                run_dir = RunDir.create(one.run_dir, job.may_continue(one.config))
-                locks.callback(run_dir.release)
+                run_dirs.append(RunDir.create(one.run_dir, job.may_continue(one.config)))
+                locks.callback(run_dirs[-1].release)
+            for one, run_dir in zip(self.jobs, run_dirs, strict=True):
                 job.set_up(one, run_dir)
             self.folder.mkdir()
             script = job.array_script(self.jobs)

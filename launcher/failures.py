@@ -14,6 +14,10 @@ LOST_A_PEER = re.compile(
 """What gloo and NCCL say on a rank whose peer is gone, and this program on one that got no answer or fails with it."""
 
 
+PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+"""What torch says on rank 0 where it cannot listen."""
+
+
 class Failure(NamedTuple):
     """Of one rank; the smallest one is the first."""
 

@@ -156,19 +156,27 @@ def _measured_lead(run_dir: Path) -> float | None:
     return RunDir(run_dir).read_status().get("signal_lead_s")
 
 
+def check_free(run_dirs: Sequence[Path]) -> None:
+    """Raises RequestError where jobs of Slurm are at work on runs already, or wait to be."""
+    found = {path: RunDir(path).read_status().get("job") for path in run_dirs}
+    numbers = {path: str(number) for path, number in found.items() if number is not None}
+    alive = slurm.alive(list(numbers.values())) if numbers else set()
+    faults = [
+        f"{rundir.KEY}={path}: job {number} is at work on it; wait, or scancel {number}, or give another {rundir.KEY}"
+        for path, number in numbers.items()
+        if number in alive
+    ]
+    if faults:
+        raise RequestError(*faults)
+
+
 def set_up(job: Job, run_dir: RunDir) -> None:
     """Freeze a run that a Slurm job is to do."""
-    number = run_dir.read_status().get("job")
-    if number is not None and slurm.is_alive(number):
-        raise RequestError(
-            f"{rundir.KEY}={run_dir.path}: job {number} is at work on it; wait, or scancel {number}, or give another "
-            f"{rundir.KEY}"
-        )
     _begin_attempt(job, run_dir)
     freeze(job.plan, run_dir)
     run_dir.write_files({slurm.SCRIPT: script(job)})
     run_dir.write_status(state=SUBMITTED, job=None, reason=None, activity=None, step=run_dir.last_step())
-    run_dir.write_status(begun=False, requeues=0, trials=[], groups_done=0)
+    run_dir.write_status(begun=False, requeues=0, trials=[], groups_done=0, ports_taken=0)
 
 
 def waits(number: str) -> str:
@@ -179,6 +187,7 @@ def waits(number: str) -> str:
 
 def _submit(job: Job, run_dir: RunDir) -> None:
     """Put a run into the queue of Slurm; returns at once."""
+    check_free([run_dir.path])
     set_up(job, run_dir)
     try:
         number = slurm.submit(script(job), run_dir.path)

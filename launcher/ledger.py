@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import resume
-from launcher.errors import RequestError
+from launcher.errors import RequestError, RunError
 from launcher.job import Job
 
 
@@ -67,5 +67,8 @@ class Ledger:
             "reason": reason,
             "time": time.time(),
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise RunError(f"the sweep in {self.path.parent} cannot go on: {error}") from error

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from yaml import YAMLError
+
 from launcher import checkpoints, decode
 from launcher.checkpoints import Checkpoint
 from launcher.errors import RequestError
@@ -92,18 +94,22 @@ def none_in(folder: Path, notes: list[str]) -> str:
 
 def check(plan: Plan, found: Origin) -> list[str]:
     """Fault lines for what makes the run another one than that which it is to go on from."""
-    before = decode.load(found.folder / "config.yaml")
-    planned = json.loads((found.folder / "plan.json").read_text(encoding="utf-8"))
-    ours, theirs = _trajectory(plan.config), _trajectory(before)
-    ours["batch.train_batch_size"] = plan.cut.train_batch_size
-    theirs["batch.train_batch_size"] = planned["batch"]["train_batch_size"]
+    ours = _trajectory(plan.config) | {"batch.train_batch_size": plan.cut.train_batch_size}
+    try:
+        planned = json.loads((found.folder / "plan.json").read_bytes())
+        theirs = _trajectory(decode.load(found.folder / "config.yaml"))
+        theirs["batch.train_batch_size"] = planned["batch"]["train_batch_size"]
+        there = planned["data"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError, YAMLError, RequestError) as error:
+        what = f"what the run in {found.folder} was made with cannot be read ({' '.join(str(error).split())})"
+        return [f"{KEY}={found.folder}: {what}; mend its config.yaml and plan.json, or give another {KEY}"]
     faults = [
         f"{key}={_shown(ours.get(key))}: the run in {found.folder} was made with {_shown(theirs.get(key))}, and with "
         f"another it would not be the same run; set it back, or start a new run in another {KEY}"
         for key in dict.fromkeys([*ours, *theirs])
         if ours.get(key) != theirs.get(key)
     ]
-    fingerprint, there = plan.genome.fingerprint if plan.genome else None, planned["data"]["fingerprint"]
+    fingerprint = plan.genome.fingerprint if plan.genome else None
     if fingerprint != there and not faults:
         faults.append(
             f"data.fasta: its bases are not those that the run in {found.folder} was made with (fingerprint "

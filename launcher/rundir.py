@@ -20,6 +20,8 @@ SUBMITTED, PREEMPTED = "submitted", "preempted"
 REQUEST, MEMORY, FAILURE = "request", "memory", "failure"
 """Why a rank ended, as it notes it: what was asked for cannot be, a micro-batch was too large, or anything else."""
 
+FOLDERS = ("attempts", "checkpoints", "logs", "tracker")
+
 ATTEMPT_FILES = ("config.yaml", "plan.json", "deepspeed.json", "submit.sbatch")
 """What describes an attempt, and is kept when the next one begins."""
 
@@ -91,9 +93,13 @@ class RunDir:
         if directory.holds_a_run() and not may_continue:
             directory.release()
             raise RequestError(_holds_a_run(path))
-        os.ftruncate(directory._lock_fd, 0)
-        os.write(directory._lock_fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-        directory.logs.mkdir(exist_ok=True)
+        try:
+            os.ftruncate(directory._lock_fd, 0)
+            os.write(directory._lock_fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            directory.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            directory.release()
+            raise _cannot_write(path, error) from error
         return directory
 
     def release(self) -> None:
@@ -107,7 +113,8 @@ class RunDir:
 
     def begin_attempt(self) -> int:
         """Keep what describes the attempt before, if there was one; returns the number of the new one."""
-        before = self.read_status().get("attempt", 0)
+        told = self.read_status().get("attempt", 0)
+        before = told if isinstance(told, int) else 0
         if self.config.exists():
             folder = self.path / "attempts" / str(before)
             folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +124,7 @@ class RunDir:
                     shutil.copy2(self.path / name, folder / name)
         for failure in self.logs.glob("*.failure.json"):
             failure.unlink()
-        return int(before) + 1
+        return before + 1
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Write whole files by name, each atomically and to disk."""
@@ -176,13 +183,20 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
 
 def check(path: Path, may_continue: bool = False) -> list[str]:
     """Fault lines for a directory in which no run can be made; looks only, writes nothing."""
-    if RunDir(path).holds_a_run() and not may_continue:
-        return [_holds_a_run(path)]
+    try:
+        if RunDir(path).holds_a_run() and not may_continue:
+            return [_holds_a_run(path)]
+    except OSError as error:  # its name is too long, for instance
+        return [str(_cannot_write(path, error))]
     existing = path
     while not os.path.lexists(existing):
         existing = existing.parent
-    if not existing.is_dir():
-        return [f"{KEY}={path}: {existing} is not a directory; give another one"]
+    folders = [existing]
+    if existing == path:
+        folders += [folder for name in FOLDERS if os.path.lexists(folder := path / name)]
+    for folder in folders:
+        if not folder.is_dir():
+            return [f"{KEY}={path}: {folder} is not a directory; give another one"]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"{KEY}={path}: {existing} cannot be written; give another directory"]
     return []

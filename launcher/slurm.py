@@ -89,9 +89,11 @@ def submit(script: str, folder: Path) -> str:
 
 def check_folder(run_dir: Path) -> list[str]:
     """Fault lines for a run directory that Slurm cannot write a log into."""
-    if "%" not in str(run_dir):
-        return []
-    return [f"hydra.run.dir={run_dir}: Slurm takes a % in the path of a log for a pattern; give a directory without"]
+    return [
+        f"hydra.run.dir={run_dir}: Slurm does not take a {sign} in the path of a log as it is; give a directory without"
+        for sign in "%\\"
+        if sign in str(run_dir)
+    ]
 
 
 def check(script: str, folder: Path) -> None:
@@ -101,7 +103,8 @@ def check(script: str, folder: Path) -> None:
     """
     while not folder.is_dir():
         folder = folder.parent
-    if (answer := _ask("bash", "-n", folder=folder, script=script)).returncode != 0:  # only setup can be at fault
+    answer = _ask("bash", "-n", folder=folder, script=script)
+    if answer.returncode != 0 or "here-document" in answer.stderr:  # only setup can be at fault
         raise RequestError(f"cluster.setup: it is no shell that can be read: {_words(answer.stderr)}")
     answer = _ask("sbatch", "--test-only", folder=folder, script=script)
     if answer.returncode != 0:
@@ -114,14 +117,6 @@ def held_back(job: str) -> str | None:
     answer = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%r")
     reasons = [reason for reason in dict.fromkeys(answer.stdout.split()) if reason not in ITS_TURN]
     return ", ".join(reasons) or None
-
-
-def is_alive(job: str) -> bool:
-    """Whether a job waits, runs or ends just now, or a task of an array (12_0).
-
-    Raises RequestError where Slurm cannot be asked.
-    """
-    return bool(alive([job]))
 
 
 def alive(jobs: Sequence[str]) -> set[str]:

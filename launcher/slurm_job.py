@@ -37,8 +37,12 @@ AGAIN, REQUEUE = "again", "requeue"
 JOB = "OKAZAKI_JOB"
 """Where the script says which job, or which task of an array, it is: 12 or 12_0."""
 
-PORTS = range(20000, 32000)
-"""Below those that Linux gives to outgoing connections."""
+PORTS, STRIDE = range(20000, 32000), 1009
+"""Below those that Linux gives to outgoing connections; and how far from one that was taken the next one is sought."""
+
+MAX_PORTS = 5
+"""So often another port is sought: while rank 0 loads torch, before it listens, somebody else may take the one that was
+free."""
 
 SUBMITTER_S = 60.0
 """How long the launcher may still hold the run directory whose job begins already."""
@@ -89,7 +93,7 @@ def begin(path: Path) -> str:
         run_dir.write_status(
             begun=True, attempt=attempt, job=os.environ[JOB], restarts=_restarts(), host=socket.gethostname()
         )
-        return f"{_free_port()} {num_ranks}"
+        return f"{_free_port(status.get('ports_taken', 0))} {num_ranks}"
     except (RequestError, RunError) as error:
         _fail(run_dir, error)
         raise
@@ -143,6 +147,11 @@ def end(path: Path, code: int) -> str:
     first = min(noted, default=None)
     if "micro_batch_sizes" in plan.read(run_dir) and (first is None or first.kind == MEMORY):
         run_dir.write_status(begun=False, trials=[*status.get("trials", []), status["micro_batch_size"]])
+        return AGAIN
+    ports = status.get("ports_taken", 0)
+    if first is not None and failures.PORT_TAKEN.search(first.reason) and ports < MAX_PORTS:
+        run_dir.write_status(ports_taken=ports + 1)
+        print(f"{first.reason}; another port is tried", file=sys.stderr)
         return AGAIN
     try:
         if first is not None:
@@ -233,9 +242,10 @@ def _words_of_srun(run_dir: RunDir) -> str:
     return complaints[0] if complaints else f"srun says nothing (log: {log})"
 
 
-def _free_port() -> int:
-    """On this node, where rank 0 will be. Each job begins to look at a place of its own."""
-    number = int(os.environ["SLURM_JOB_ID"])  # that of a task of an array is its own too
+def _free_port(taken: int) -> int:
+    """On this node, where rank 0 will be. Each job begins to look at a place of its own, and at another one each time
+    that its port was ``taken`` by somebody."""
+    number = int(os.environ["SLURM_JOB_ID"]) + taken * STRIDE  # the id of a task of an array is its own too
     for offset in range(len(PORTS)):
         port = PORTS[(number + offset) % len(PORTS)]
         with socket.socket() as probe:

@@ -143,17 +143,20 @@ def _check_together(jobs: list[Job]) -> None:
 def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
     from launcher import local  # not needed to plan
 
-    points = [_fresh(point) for point in points]
+    done = [point for point in points if point.is_done and point.job and point.job.config.sweep.rerun_done]
+    points = [_anew(point) if point in done else point for point in points]
     queued = arrays.of(points, folder)
     for array in queued:
         array.check()
     ledger = Ledger(folder)
     ledger.open()
     say(f"sweep directory {folder}")
+    for point in done:
+        _put_aside(point)
     for point in points:
         if point.job is None:
             ledger.record(point, "invalid", reason="; ".join(point.faults))
-        elif not point.is_done:
+        elif not (point.is_done or arrays.is_queued(point)):
             ledger.record(point, "pending")
     for array in queued:
         array.submit(ledger)
@@ -187,15 +190,17 @@ def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
         say(f"all {len(runnable)} points are done; ledger: {ledger.path}")
 
 
-def _fresh(point: Point) -> Point:
-    """A point that is done, as one that is not, where it is to be run again: its old directory is put aside."""
-    if point.job is None or not (point.is_done and point.job.config.sweep.rerun_done):
-        return point
+def _anew(point: Point) -> Point:
+    """A point that is done, as one that is to be run from its beginning."""
+    return dataclasses.replace(point, job=point.job and dataclasses.replace(point.job, origin=None))
+
+
+def _put_aside(point: Point) -> None:
+    assert point.job is not None
     old, number = point.job.run_dir, 1
     while (aside := old.with_name(f"{old.name}.before_{number}")).exists():
         number += 1
     old.rename(aside)
-    return dataclasses.replace(point, job=dataclasses.replace(point.job, origin=None))
 
 
 def _run(point: Point, ledger: Ledger) -> float | None:

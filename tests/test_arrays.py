@@ -103,3 +103,30 @@ def test_waiting_outlasts_a_controller_that_does_not_answer(
     assert [outcomes[number].state for number in range(2)] == ["completed", "failed"]
     log = tmp_path / "array_0" / "logs" / "slurm_7_1.log"
     assert outcomes[1].reason == f"its job has ended, and the run has not (log: {log})"
+
+
+def test_an_array_one_of_whose_runs_is_at_work_is_refused_before_any_of_them_is_touched(
+    submitted: tuple[Array, Ledger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "check", lambda script, folder: None)
+    first, second = RunDir(tmp_path / "0000"), RunDir(tmp_path / "0001")
+    first.write_status(state="failed", reason="no such base")
+    (again,) = arrays.of(points(tmp_path, BASE.cluster, BASE.cluster), tmp_path)
+
+    def untouched() -> bool:
+        return (first.read_status()["state"], first.read_status()["reason"]) == ("failed", "no such base")
+
+    second.write_status(job="7_1")
+    monkeypatch.setattr(slurm, "alive", lambda jobs: {"7_1"} & set(jobs))
+    with pytest.raises(RequestError, match=r"0001: job 7_1 is at work on it; wait, or scancel 7_1"):
+        again.check()
+    assert untouched()
+    monkeypatch.setattr(slurm, "alive", lambda jobs: set())
+    again.check()
+    held = RunDir.create(second.path, may_continue=True)
+    with pytest.raises(RequestError, match="0001: a live launcher holds it"):
+        again.check()
+    with pytest.raises(RequestError, match="0001: a live launcher holds it"):
+        again.submit(Ledger(tmp_path))
+    assert untouched()
+    held.release()

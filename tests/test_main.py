@@ -129,8 +129,8 @@ def test_wrong_values_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]
 def test_a_directory_that_slurm_would_read_as_a_pattern_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Found on a real cluster: the job fails at its launch, and no log says why."""
     assert refused(capsys, "cluster=slurm", "hydra.run.dir=50%/run") == [
-        f"hydra.run.dir={Path.cwd()}/50%/run: Slurm takes a % in the path of a log for a pattern; give a directory "
-        "without"
+        f"hydra.run.dir={Path.cwd()}/50%/run: Slurm does not take a % in the path of a log as it is; give a "
+        "directory without"
     ]
     assert main([*LAMBDA, "hydra.run.dir=50%/run", "mode=plan"]) == 0
 

@@ -166,6 +166,24 @@ def test_what_would_be_another_run_is_refused_with_the_difference(
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plan.json", "{}"),
+        ("plan.json", "[1"),
+        ("config.yaml", "a: ["),
+        ("config.yaml", "seed: x"),
+        ("config.yaml", ""),
+    ],
+)
+def test_a_run_that_does_not_tell_what_it_was_made_with_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    leave(tmp_path, steps=())
+    (tmp_path / name).write_text(text)
+    (fault,) = faults(tmp_path, BASE)
+    assert fault.startswith(f"hydra.run.dir={tmp_path}: what the run in {tmp_path} was made with cannot be read (")
+    assert len(fault.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"zero": Zero(stage=3)}, None),

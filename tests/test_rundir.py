@@ -174,3 +174,31 @@ def test_a_status_that_a_reboot_has_emptied_says_nothing(tmp_path: Path, text: b
     run_dir = RunDir(tmp_path)
     run_dir.status.write_bytes(text)
     assert run_dir.read_status() == {}
+
+
+def test_a_directory_whose_parts_or_name_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    assert rundir.check(tmp_path, may_continue=True) == [
+        f"hydra.run.dir={tmp_path}: {tmp_path}/logs is not a directory; give another one"
+    ]
+    long = tmp_path / ("a" * 300)
+    assert rundir.check(long) == [
+        f"hydra.run.dir={long}: it cannot be written (File name too long); give another directory"
+    ]
+
+
+def test_a_disk_without_room_for_a_lock_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, text: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(RequestError, match=r"cannot be written \(No space left"):
+        RunDir.create(tmp_path / "run")
+    monkeypatch.undo()
+    RunDir.create(tmp_path / "run").release()
+
+
+def test_attempts_are_counted_also_where_the_status_is_garbage(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.status.write_text('{"attempt": "x", "state": 5}')
+    assert run_dir.begin_attempt() == 1

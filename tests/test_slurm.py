@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher import slurm
+from launcher.errors import RequestError
 from launcher.schema import Cluster, ClusterType
 
 PLAIN = Cluster(type=ClusterType.SLURM)
@@ -46,4 +47,12 @@ def test_complaints_of_slurm_are_one_line_each_told_once() -> None:
 def test_only_a_directory_without_a_pattern_can_take_a_log() -> None:
     assert slurm.check_folder(Path("/runs/a b/$x")) == []
     (fault,) = slurm.check_folder(Path("/runs/50%/1"))
-    assert fault.startswith("hydra.run.dir=/runs/50%/1: Slurm takes a % ")
+    assert fault.startswith("hydra.run.dir=/runs/50%/1: Slurm does not take a % ")
+    (fault,) = slurm.check_folder(Path("/runs/a\\b"))
+    assert fault.startswith("hydra.run.dir=/runs/a\\b: Slurm does not take a \\ ")
+
+
+@pytest.mark.parametrize("line", ["if true; then", "cat <<EOF", "echo 'a"])
+def test_lines_of_setup_that_would_swallow_the_rest_of_the_script_are_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(RequestError, match=r"^cluster.setup: it is no shell that can be read: "):
+        slurm.check(f"#!/bin/bash\n{line}\nset +e\nexit 0\n", tmp_path)

@@ -71,10 +71,10 @@ def test_jobs_look_for_ports_at_places_of_their_own(monkeypatch: pytest.MonkeyPa
     ports = []
     for number in range(1, 21):
         monkeypatch.setenv("SLURM_JOB_ID", str(number))
-        ports.append(slurm_job._free_port())
+        ports.append(slurm_job._free_port(taken=0))
     assert len(set(ports)) == 20
     with socket.create_server(("", ports[-1])):
-        assert slurm_job._free_port() not in ports
+        assert slurm_job._free_port(taken=0) not in ports
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,21 @@ def test_ranks_that_a_signal_ended_before_they_could_listen_have_lost_nothing(
     run_dir = submitted(tmp_path / "run")
     call("begin", run_dir.path)
     assert ended(run_dir, capsys, code)[:2] == (EXIT_PREEMPTED, "requeue")
+
+
+def test_a_port_that_somebody_took_before_rank_0_had_it_is_no_failure(tmp_path: Path, capsys: Output) -> None:
+    run_dir = submitted(tmp_path / "run")
+    ports = set()
+    for _ in range(slurm_job.MAX_PORTS + 1):
+        capsys.readouterr()
+        call("begin", run_dir.path)
+        ports.add(capsys.readouterr().out.split()[0])
+        note(run_dir, 0, "failure", "DistNetworkError: The server socket has failed to listen (errno: 98): EADDRINUSE")
+        code, out, _ = ended(run_dir, capsys, 1)
+        if out != "again":
+            break
+    assert len(ports) == slurm_job.MAX_PORTS + 1
+    assert (code, out) == (EXIT_FAILED, ""), "it is not tried for ever"
 
 
 def note(run_dir: RunDir, rank: int, kind: str, reason: str, when: float = 0.0) -> None:

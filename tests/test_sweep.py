@@ -15,9 +15,10 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 
-from launcher import decode, local
+from launcher import decode, local, slurm
 from launcher.__main__ import main
 from launcher.errors import RequestError, RunError
+from launcher.ledger import Point
 
 SWEEP = [
     "-m",
@@ -199,6 +200,31 @@ def test_a_sweep_goes_on_in_its_directory_and_in_no_other_sweeps(capsys: Output)
     assert main([*SWEEP, "seed=2"]) == 2
     assert capsys.readouterr().err.startswith("point 0 (")
     assert states() == ["completed", "failed", "completed"]
+
+
+def test_what_is_done_is_not_put_aside_where_slurm_refuses_to_do_it_again(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*SWEEP, "seed=1,2"]) == 0
+    (Path("sweep/0000/checkpoints")).mkdir()
+    capsys.readouterr()
+
+    def refuse(script: str, folder: Path) -> None:
+        raise RequestError("cluster=slurm: sbatch refuses: no")
+
+    monkeypatch.setattr(slurm, "check", refuse)
+    monkeypatch.setattr(Point, "is_done", property(lambda point: point.job.origin is not None))
+    assert refused(capsys, "seed=1,2", "cluster=slurm", "sweep.rerun_done=true") == [
+        "cluster=slurm: sbatch refuses: no"
+    ]
+
+
+def test_a_sweep_whose_disk_is_full_ends_in_one_line(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("sweep").mkdir()
+    Path("sweep/sweep.jsonl").symlink_to("/dev/full")
+    assert main([*SWEEP, "seed=1,2"]) == 1
+    said = f"the sweep in {Path('sweep').absolute()} cannot go on: [Errno 28] No space left on device"
+    assert capsys.readouterr().err.splitlines() == [said]
 
 
 def test_a_sweep_directory_that_cannot_be_made_is_refused(capsys: Output) -> None:
