@@ -60,11 +60,12 @@ class Array:
             try:
                 self.number = slurm.submit(script, self.folder)
             except RequestError as error:
-                for point, one in zip(self.points, self.jobs, strict=True):
-                    RunDir(one.run_dir).write_status(state="failed", reason=str(error))
+                for point, run_dir in zip(self.points, run_dirs, strict=True):
+                    run_dir.write_status(state="failed", reason=str(error))
                     ledger.record(point, "failed", reason=str(error))
                 raise
-            for index, point in enumerate(self.points):
+            for index, (point, run_dir) in enumerate(zip(self.points, run_dirs, strict=True)):
+                run_dir.write_status(job=f"{self.number}_{index}")
                 ledger.record(point, SUBMITTED, job=f"{self.number}_{index}")
         many = f"{len(self.points)} points submitted as array {self.number}"
         say(f"{many}; to cancel them: scancel {self.number}{job.waits(self.number)}")

@@ -197,7 +197,7 @@ def _submit(job: Job, run_dir: RunDir) -> None:
     run_dir.write_status(job=number)
     where = shlex.quote(str(run_dir.path))
     say(f"submitted as job {number}{waits(number)}")
-    say(f"  follow:  tail -F {where}/logs/rank_00000.log")
+    say(f"  follow:  tail -F {where}/logs/slurm_{number}.log {where}/logs/rank_00000.log")
     say(f"  cancel:  scancel {number}; what the ranks can save before Slurm kills them is kept")
     say(f"  go on:   the same command with {rundir.KEY}={where}")
 

@@ -133,9 +133,9 @@ def alive(jobs: Sequence[str]) -> set[str]:
 
 
 def _environment(script: str) -> dict[str, str]:
-    """For sbatch. It lets its own variables win over the lines of a script: of those only the ones count that say who
-    pays and where, which sites set, and only where the script says nothing. What an allocation around this process was
-    given must not become part of a new one."""
+    """For Slurm's commands. sbatch lets its own variables win over the lines of a script: of those only the ones count
+    that say who pays and where, which sites set, and only where the script says nothing. What an allocation around this
+    process was given must not become part of a new one, and a user's habits with squeue must not hide a job."""
     kept = {
         f"SBATCH_{name.upper()}"
         for name in ("account", "partition", "qos", "reservation", "clusters", "wckey")
@@ -144,7 +144,7 @@ def _environment(script: str) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SBATCH_", "SLURM_")) or name in {*kept, "SLURM_CONF", "SLURM_CLUSTERS"}
+        if not name.startswith(("SBATCH_", "SLURM_", "SQUEUE_")) or name in {*kept, "SLURM_CONF", "SLURM_CLUSTERS"}
     }
 
 

@@ -2,6 +2,7 @@
 
 python -m launcher.slurm_job begin RUN_DIR      # prints a free port and the number of ranks; nothing if the run is done
 python -m launcher.slurm_job end RUN_DIR CODE   # of srun; prints what is next, and exits with the code of the run
+python -m launcher.slurm_job follow RUN_DIR JOB # note the job that goes on where this one cannot be queued again
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     verb, path, *rest = argv
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what is said on the way is for the log of the job
-            answer = begin(Path(path)) if verb == "begin" else end(Path(path), int(rest[0]))
+            answer = VERBS[verb](Path(path), *rest)
     except (RequestError, RunError) as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -80,6 +81,8 @@ def begin(path: Path) -> str:
         if begun:
             # What was wished for has been done by the first attempt: now the run goes on with its own checkpoints.
             config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=resume.AUTO))
+        if (restarts := _restarts()) > config.cluster.max_requeues:
+            raise RunError(f"the job was started again {restarts} times (cluster.max_requeues)")
         origin = resume.origin(config, path)
         if origin is not None and resume.is_done(config, origin):
             run_dir.write_status(state="completed", reason=None, activity=None)
@@ -91,7 +94,7 @@ def begin(path: Path) -> str:
         step = run_dir.last_step()
         run_dir.write_status(state="running", activity="starting", reason=None, step=step, began_at_step=step)
         run_dir.write_status(
-            begun=True, attempt=attempt, job=os.environ[JOB], restarts=_restarts(), host=socket.gethostname()
+            begun=True, attempt=attempt, job=os.environ[JOB], restarts=restarts, host=socket.gethostname()
         )
         return f"{_free_port(status.get('ports_taken', 0))} {num_ranks}"
     except (RequestError, RunError) as error:
@@ -135,13 +138,20 @@ def _replay(outcomes: Sequence[int | None]) -> Trial:
     return trial
 
 
-def end(path: Path, code: int) -> str:
-    """Close the attempt whose ranks have ended with ``code``; returns what the job is to do next, empty for nothing.
+def follow(path: Path, job: str) -> str:
+    """From now on that job is at work on the run."""
+    RunDir(path).write_status(job=job)
+    return f"job {job} follows this one"
+
+
+def end(path: Path, srun: str) -> str:
+    """Close the attempt whose ranks have ended, ``srun`` with that code; returns what the job is to do next, empty for
+    nothing.
 
     Raises what the run ends with: RunError, RequestError, or RunPreemptedError where it is saved and not to be queued
     again by itself.
     """
-    run_dir = RunDir(path)
+    code, run_dir = int(srun), RunDir(path)
     status, config = run_dir.read_status(), decode.load(run_dir.config)
     noted = filter(None, (failures.noted(run_dir, rank) for rank in range(_num_ranks(run_dir))))
     first = min(noted, default=None)
@@ -261,6 +271,8 @@ def _free_port(taken: int) -> int:
 def _restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
+
+VERBS: dict[str, Callable[..., str]] = {"begin": begin, "end": end, "follow": follow}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -319,6 +319,9 @@ def _not_extra(key: str, name: str, value: Any) -> str:
     if name in NOT_EXTRA:
         return NOT_EXTRA[name]
     known = [*FLAGS, *MAY_TAKE_A_VALUE, *TAKE_A_VALUE]
+    meant = [option for option in (*known, *KEYS, *NOT_EXTRA) if option.startswith(name)]
+    if meant and name not in known and key.startswith("--"):
+        return f"sbatch would take it for the beginning of --{meant[0].replace('_', '-')}; write the whole name"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (name not in known and not key.startswith("--")):
         near = nearest(name, [*known, *NOT_EXTRA])
         return f"sbatch has no such option{near}; an option of a plugin of your site is written with its dashes: --NAME"

@@ -181,7 +181,12 @@ def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
         if queued and not waits:
             say(f"what becomes of them is in their run directories; ledger: {ledger.path}")
         elif queued:
-            outcomes = arrays.wait(queued, ledger)
+            try:
+                outcomes = arrays.wait(queued, ledger)
+            except RunStoppedError:
+                numbers = " ".join(str(array.number) for array in queued)
+                print(f"what is in the queue stays there; scancel {numbers} ends it", file=sys.stderr)
+                raise
             failed += [point for point in runnable if point.index in outcomes and outcomes[point.index].is_failure]
     if failed:
         names = "; ".join(map(str, failed))

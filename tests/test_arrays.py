@@ -116,7 +116,7 @@ def test_an_array_one_of_whose_runs_is_at_work_is_refused_before_any_of_them_is_
     def untouched() -> bool:
         return (first.read_status()["state"], first.read_status()["reason"]) == ("failed", "no such base")
 
-    second.write_status(job="7_1")
+    assert second.read_status()["job"] == "7_1"
     monkeypatch.setattr(slurm, "alive", lambda jobs: {"7_1"} & set(jobs))
     with pytest.raises(RequestError, match=r"0001: job 7_1 is at work on it; wait, or scancel 7_1"):
         again.check()

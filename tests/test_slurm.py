@@ -30,6 +30,7 @@ def test_a_job_is_asked_to_save_in_time(cluster: Cluster, measured_s: float | No
 def test_what_another_job_or_a_users_habits_have_set_does_not_reach_a_new_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of sbatch are stronger than the lines of a script; of those that say who pays, a line is stronger."""
     given = {"SBATCH_TIMELIMIT": "5", "SBATCH_ACCOUNT": "lab", "SBATCH_PARTITION": "gpu", "SLURM_NTASKS": "64"}
+    given["SQUEUE_PARTITION"] = "gpu"
     kept = {"SLURM_CONF": "/etc/slurm.conf", "OWN": "1"}
     for name, value in (given | kept).items():
         monkeypatch.setenv(name, value)

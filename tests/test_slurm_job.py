@@ -205,6 +205,25 @@ def test_a_port_that_somebody_took_before_rank_0_had_it_is_no_failure(tmp_path: 
     assert (code, out) == (EXIT_FAILED, ""), "it is not tried for ever"
 
 
+def test_a_job_is_not_started_again_more_often_than_is_wished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Also not by Slurm itself, on one bad node after the other."""
+    run_dir = submitted(tmp_path / "run", replace(BASE, cluster=replace(BASE.cluster, max_requeues=2)))
+    for restarts, code in (("0", EXIT_DONE), ("2", EXIT_DONE), ("3", EXIT_FAILED)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        assert call("begin", run_dir.path) == code
+    said = "the job was started again 3 times (cluster.max_requeues)"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert (run_dir.read_status()["state"], run_dir.read_status()["reason"]) == ("failed", said)
+
+
+def test_the_job_that_follows_is_the_one_that_is_at_work(tmp_path: Path) -> None:
+    run_dir = submitted(tmp_path / "run")
+    assert call("follow", run_dir.path, "78_3") == EXIT_DONE
+    assert run_dir.read_status()["job"] == "78_3"
+
+
 def note(run_dir: RunDir, rank: int, kind: str, reason: str, when: float = 0.0) -> None:
     run_dir.failure(rank).write_text(json.dumps({"rank": rank, "time": when, "kind": kind, "reason": reason}))
 

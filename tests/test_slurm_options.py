@@ -343,6 +343,10 @@ PLUGIN = "an option of a plugin of your site is written with its dashes: --NAME"
             "cluster.extra.array=0-3: an array is a sweep, -m; its throttle is cluster.max_parallel",
         ),
         (
+            {"extra": {"--arra": "0-3"}},
+            "cluster.extra.--arra=0-3: sbatch would take it for the beginning of --array; write the whole name",
+        ),
+        (
             {"extra": {"output": "x"}},
             "cluster.extra.output=x: logs go into the run directory; leave it out",
         ),

@@ -85,6 +85,7 @@ def environment(plain: dict[str, str], pass_s: float = 0.0) -> dict[str, str]:
         **(plain or os.environ),
         "OMP_NUM_THREADS": "1",
         "PASS_S": str(pass_s),
+        "SQUEUE_PARTITION": "none",  # a habit of the user's that must not matter
         "WANDB_MODE": "offline",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH")])),
         "TORCH_EXTENSIONS_DIR": str(compiled),
