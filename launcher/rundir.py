@@ -99,6 +99,9 @@ class RunDir:
             directory.logs.mkdir(exist_ok=True)
         except OSError as error:
             directory.release()
+            if made:
+                directory.lock.unlink()
+                _unmake(made)
             raise _cannot_write(path, error) from error
         return directory
 

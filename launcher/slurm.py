@@ -114,9 +114,12 @@ def check(script: str, folder: Path) -> None:
 def held_back(job: str) -> str | None:
     """Slurm's word for why a job or array waits, if it is not just for its turn: ``PartitionTimeLimit``, for instance,
     with which many clusters let a job wait for ever that they could refuse."""
-    answer = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%r")
-    reasons = [reason for reason in dict.fromkeys(answer.stdout.split()) if reason not in ITS_TURN]
-    return ", ".join(reasons) or None
+    try:
+        answer = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%r")
+    except RequestError:  # it is submitted all the same
+        return None
+    reasons = dict.fromkeys(line.strip() for line in answer.stdout.splitlines())
+    return ", ".join(reason for reason in reasons if reason not in ITS_TURN) or None
 
 
 def alive(jobs: Sequence[str]) -> set[str]:

@@ -193,7 +193,8 @@ def test_a_disk_without_room_for_a_lock_is_one_line(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("os.write", full)
     with pytest.raises(RequestError, match=r"cannot be written \(No space left"):
-        RunDir.create(tmp_path / "run")
+        RunDir.create(tmp_path / "of" / "run")
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     RunDir.create(tmp_path / "run").release()
 
