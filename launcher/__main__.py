@@ -17,17 +17,18 @@ LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "torchrun": "LOCAL_WORLD_SIZE", "mp
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; returns the exit code."""
+    output.open_what_is_closed()
     try:
         act(sys.argv[1:] if argv is None else argv)
     except (RequestError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        print(error, file=sys.stderr)
+        output.complain(error)
         return error.exit_code
     except BrokenPipeError:  # what was to be shown is not wanted any more
         output.silence()
     except KeyboardInterrupt:
-        print("stopped by SIGINT", file=sys.stderr)
+        output.complain("stopped by SIGINT")
         return EXIT_INTERRUPTED
     return EXIT_DONE
 

@@ -92,9 +92,9 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     run_dir = RunDir.create(job.run_dir, may_continue(job.config))
     try:
         if job.origin is not None and resume.is_done(job.config, job.origin):
-            say(
-                f"this run is done: {job.origin.folder} is its last step (the checksums of its files were not compared)"
-            )
+            is_last = job.origin.checkpoint is not None and job.origin.checkpoint.state["is_last"]
+            place = "its last step" if is_last else f"past train.max_steps={job.config.train.max_steps}"
+            say(f"this run is done: {job.origin.folder} is {place} (the checksums of its files were not compared)")
             if run_dir.read_status().get("state") != "completed":  # it was killed after its last checkpoint
                 rundir.write_text(run_dir.checkpoints / checkpoints.LATEST, job.origin.folder.name + "\n")
                 run_dir.write_status(state="completed", step=run_dir.last_step(), reason=None, activity=None)

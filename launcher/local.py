@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launcher import devices, failures, guard
+from launcher import devices, failures, guard, output
 from launcher.errors import OutOfMemoryError, RequestError, RunError, RunInterruptedError, RunPreemptedError
 from launcher.failures import Failure
 from launcher.progress import Progress
@@ -66,7 +66,7 @@ def fail(run_dir: RunDir, error: BaseException) -> None:
     try:
         run_dir.write_status(state="failed", step=run_dir.last_step(), activity=None, reason=reason)
     except OSError as fault:  # what it failed of is told all the same
-        print(f"{run_dir.status} cannot be written ({fault.strerror})", file=sys.stderr, flush=True)
+        output.complain(f"{run_dir.status} cannot be written ({fault.strerror})")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What the launcher shows of a run while its ranks work: read from the files that rank 0 writes."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -142,10 +143,12 @@ class Bar:
         self._bar.update(self._task, completed=record["step"], total=num_steps, description=describe(record), eta=eta)
 
     def evaluation(self, record: Record) -> None:
-        self._bar.console.print(describe_evaluation(record), highlight=False)
+        with contextlib.suppress(OSError):  # the terminal was closed
+            self._bar.console.print(describe_evaluation(record), highlight=False)
 
     def close(self) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
 
 
 def describe(record: Record) -> str:

@@ -1,7 +1,6 @@
 """Many runs from one command line, here: all of them checked first, then run one after another."""
 
 import dataclasses
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from launcher.compose import Composer
 from launcher.errors import RequestError, RunError, RunPreemptedError, RunStoppedError
 from launcher.job import Job
 from launcher.ledger import Ledger, Point
-from launcher.output import say
+from launcher.output import complain, say
 from launcher.rundir import PREEMPTED
 from launcher.schema import Mode, Sweep
 
@@ -123,7 +122,7 @@ def _prepare(composer: Composer, cfg: DictConfig) -> list[Point]:
     if faults and not (skip_invalid and any(point.job for point in points)):
         raise RequestError(*faults)
     for fault in faults:
-        print(f"left out: {fault}", file=sys.stderr)
+        complain(f"left out: {fault}")
     _check_together([point.job for point in points if point.job is not None])
     return points
 
@@ -172,7 +171,7 @@ def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
                 except RunStoppedError:
                     raise
                 except (RequestError, RunError) as error:
-                    print(f"{point} failed: {error}", file=sys.stderr, flush=True)
+                    complain(f"{point} failed: {error}")
                     failed.append(point)
         except RunStoppedError as error:
             for point in waiting:
@@ -185,7 +184,7 @@ def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
                 outcomes = arrays.wait(queued, ledger)
             except RunStoppedError:
                 numbers = " ".join(str(array.number) for array in queued)
-                print(f"what is in the queue stays there; scancel {numbers} ends it", file=sys.stderr)
+                complain(f"what is in the queue stays there; scancel {numbers} ends it")
                 raise
             failed += [point for point in runnable if point.index in outcomes and outcomes[point.index].is_failure]
     if failed:

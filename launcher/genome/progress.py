@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.output import complain
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -43,7 +45,7 @@ class Progress:
         total = sum(file.stat().st_size for file in self._files) if is_known else None
         if not sys.stderr.isatty():
             size = f" ({total:,} bytes)" if total is not None else ""
-            print(f"{self._text}{size}", file=sys.stderr, flush=True)
+            complain(f"{self._text}{size}")
             return
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
