@@ -27,11 +27,14 @@ from launcher import rundir
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
-PARTIAL = ".partial"
+PARTIAL, BEFORE = ".partial", ".before"
+"""What is being written; and what was there before of the same step, as long as that is put into its place."""
+MADE_WITH = ("config.yaml", "plan.json")
 REST = "rest.safetensors"
 """Frozen parameters and buffers, written by rank 0."""
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8,})")
+_BEFORE = re.compile(rf"\.step_(\d{{8,}}){re.escape(BEFORE)}")
 _FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 log = logging.getLogger(__name__)
@@ -74,7 +77,7 @@ def read(path: Path) -> Checkpoint | str:
         return "it is no folder"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        fault = _fault_of(manifest, path.name)
+        fault = _fault_of(manifest, path.name.removeprefix(".").removesuffix(BEFORE))
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -86,15 +89,21 @@ def read(path: Path) -> Checkpoint | str:
             found = (path / file).stat().st_size
         except FileNotFoundError:
             return f"{file} is missing"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
         if found != recorded["bytes"]:
             return f"{file} has {found} bytes instead of {recorded['bytes']}"
-    return Checkpoint(path, manifest)
+    checkpoint = Checkpoint(path, manifest)
+    # These are small, and what they say is gone by before any rank has looked at the others.
+    return next((fault for file in MADE_WITH if (fault := checkpoint.damage(file)) is not None), checkpoint)
 
 
 def _fault_of(manifest: dict[str, Any], name: str) -> str | None:
     """What is wrong with a manifest in itself. Raises what Python does where a value is not of its kind."""
     if manifest["format"] != FORMAT:
         return f"it has format {manifest['format']}, and this version reads {FORMAT}"
+    if manifest["digest"] != sealed(manifest)["digest"]:
+        return f"{MANIFEST} has changed since it was written"
     match = _NAME.fullmatch(name)
     if match and int(match[1]) != manifest["step"]:
         return f"{MANIFEST} says that it is of step {manifest['step']}"
@@ -113,7 +122,7 @@ def _fault_of(manifest: dict[str, Any], name: str) -> str | None:
                 place = max(place, stop)
             if place < numel and (runs or kind == "weight"):
                 return f"{MANIFEST} lacks elements of {parameter} ({kind}) from {place} on"
-    needed = {REST, "config.yaml", "plan.json", *map(file_of, ranks)}
+    needed = {REST, *MADE_WITH, *map(file_of, ranks)}
     if missing := needed - manifest["files"].keys():
         return f"{MANIFEST} does not list {min(missing)}"
     if strange := [file for file in manifest["files"] if file not in needed and not _FILE.fullmatch(file)]:
@@ -122,12 +131,14 @@ def _fault_of(manifest: dict[str, Any], name: str) -> str | None:
 
 
 def found(folder: Path) -> list[Path]:
-    """The folders with names of complete checkpoints, the newest first."""
+    """The folders of complete checkpoints, the newest first."""
     if not folder.is_dir():
         return []
-    matches = {path: _NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
-    steps = {path: int(match[1]) for path, match in matches.items() if match}
-    return sorted(steps, key=steps.__getitem__, reverse=True)
+    paths = [path for path in folder.iterdir() if path.is_dir()]
+    steps = {int(match[1]): path for path in paths if (match := _NAME.fullmatch(path.name))}
+    # A kill between two renames has left a step without its name.
+    before = {int(match[1]): path for path in paths if (match := _BEFORE.fullmatch(path.name))}
+    return [path for _, path in sorted((before | steps).items(), reverse=True)]
 
 
 def candidates(folder: Path, notes: list[str]) -> Iterator[Checkpoint]:
@@ -144,6 +155,7 @@ def note_on_latest(folder: Path, chosen: Path) -> str | None:
     """What is to be said where ``latest`` does not name the checkpoint that was chosen."""
     try:
         named = (folder / LATEST).read_text(encoding="utf-8").strip()
+        is_there = (folder / named).exists()
     except FileNotFoundError:
         return f"{LATEST} is missing"
     except (OSError, ValueError) as error:
@@ -152,7 +164,7 @@ def note_on_latest(folder: Path, chosen: Path) -> str | None:
         return f"{LATEST} is empty"
     if named == chosen.name:
         return None
-    return f"{LATEST} names {named}" + ("" if (folder / named).exists() else ", which is not there")
+    return f"{LATEST} names {named}" + ("" if is_there else ", which is not there")
 
 
 def checksum(path: Path) -> str:
@@ -160,15 +172,22 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with a digest of all else that it says."""
+    text = json.dumps({key: value for key, value in manifest.items() if key != "digest"}, sort_keys=True)
+    return manifest | {"digest": hashlib.sha256(text.encode()).hexdigest()}
+
+
 def complete(aside: Path, manifest: dict[str, Any]) -> Path:
     """Make a checkpoint of what lies in ``aside``, now that all of it is on disk; returns its final place.
 
     One of the same step that was there before gives way.
     """
-    rundir.write_text(aside / MANIFEST, json.dumps(manifest) + "\n")
+    plain = json.loads(json.dumps(manifest))  # as whoever reads it will find it
+    rundir.write_text(aside / MANIFEST, json.dumps(sealed(plain)) + "\n")
     final = aside.with_name(aside.name.removesuffix(PARTIAL))
     if os.path.lexists(final):
-        old = final.with_name(f".{final.name}.old")
+        old = final.with_name(f".{final.name}{BEFORE}")
         remove(old)
         final.rename(old)
         aside.rename(final)
@@ -198,13 +217,15 @@ def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -
     One of a later step was passed over when the run went on: it is damaged, and must not take the place of a whole one.
     Only between saves: what is being written would be taken for debris.
     """
-    steps = {int(path.name.removeprefix("step_")): path for path in found(folder)}
+    steps = {int(match[1]): path for path in found(folder) if (match := _NAME.fullmatch(path.name))}
     past = [step for step in steps if step <= newest]
     for step in past[keep:] if keep is not None else []:
         if keep_every is None or step % keep_every:
             # Under another name first: what is half removed must not look like a checkpoint.
             steps[step].rename(folder / f".{steps[step].name}.old")
-    for debris in [*folder.glob(f"step_*{PARTIAL}"), *folder.glob(".step_*.old")]:
+    for debris in [
+        path for kind in (f"step_*{PARTIAL}", f".step_*{BEFORE}", ".step_*.old") for path in folder.glob(kind)
+    ]:
         remove(debris)
 
 

@@ -61,9 +61,29 @@ def test_what_was_not_completed_is_no_checkpoint(tmp_path: Path) -> None:
 def edit(**changes: Any) -> Any:
     def apply(path: Path) -> None:
         manifest = json.loads((path / "checkpoint.json").read_text())
-        (path / "checkpoint.json").write_text(json.dumps(manifest | changes))
+        (path / "checkpoint.json").write_text(json.dumps(checkpoints.sealed(manifest | changes)))
 
     return apply
+
+
+def flip(name: str) -> Any:
+    def apply(path: Path) -> None:
+        contents = bytearray((path / name).read_bytes())
+        contents[len(contents) // 2] ^= 1
+        (path / name).write_bytes(contents)
+
+    return apply
+
+
+def change(path: Path) -> None:
+    """A number that nothing else contradicts: how often a parameter was updated."""
+    text = (path / "checkpoint.json").read_text()
+    (path / "checkpoint.json").write_text(text.replace('"count": 1.0', '"count": 9.0'))
+
+
+def link_to_itself(path: Path) -> None:
+    (path / "rest.safetensors").unlink()
+    (path / "rest.safetensors").symlink_to("rest.safetensors")
 
 
 def add_file(name: str) -> Any:
@@ -82,6 +102,10 @@ def add_file(name: str) -> Any:
             lambda path: (path / "rank_00000.safetensors").write_bytes(b"weigh"),
             "rank_00000.safetensors has 5 bytes instead of 7",
         ),
+        (flip("config.yaml"), "config.yaml has changed since it was written"),
+        (flip("plan.json"), "plan.json has changed since it was written"),
+        (change, "checkpoint.json has changed since it was written"),
+        (link_to_itself, "rest.safetensors cannot be read (Too many levels of symbolic links)"),
         (lambda path: (path / "checkpoint.json").unlink(), "it has no checkpoint.json"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1,'), "checkpoint.json cannot be read"),
         (lambda path: (path / "checkpoint.json").write_text("[]"), "checkpoint.json cannot be read"),
@@ -218,3 +242,28 @@ def test_a_checkpoint_is_complete_also_where_latest_cannot_be_moved(tmp_path: Pa
     assert found is not None
     assert found.path == made
     assert [path.name for path in tmp_path.glob(".*")] == [], "nothing is left of the attempt"
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path) -> None:
+    """After the first of the two renames."""
+    make(tmp_path, 5)
+    final = make(tmp_path, 10, b"earlier")
+    final.rename(tmp_path / ".step_00000010.before")
+    (tmp_path / "step_00000010.partial").mkdir()
+    found, notes = newest(tmp_path)
+    assert found is not None
+    assert (found.step, (found.path / "plan.json").read_bytes(), notes) == (10, b"earlier", [])
+    (tmp_path / "step_00000010.partial").rmdir()  # as whoever writes it anew does
+    make(tmp_path, 10, b"later")
+    found, notes = newest(tmp_path)
+    assert found is not None
+    assert (found.path.name, (found.path / "plan.json").read_bytes()) == ("step_00000010", b"later")
+    make(tmp_path, 15)
+    checkpoints.prune(tmp_path, 15, keep=2, keep_every=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010", "step_00000015"]
+
+
+def test_a_name_in_latest_that_cannot_be_one_is_said(tmp_path: Path) -> None:
+    made = make(tmp_path, 10)
+    (tmp_path / "latest").write_text("a" * 3000)
+    assert checkpoints.note_on_latest(tmp_path, made) == "latest cannot be read (OSError)"

@@ -50,10 +50,10 @@ def leave(run_dir: Path, config: Config = BASE, steps: tuple[int, ...] = (5,), i
         aside = run_dir / "checkpoints" / (checkpoints.name(step) + checkpoints.PARTIAL)
         aside.mkdir(parents=True)
         RunDir(aside).write_files({name: files[name] for name in ("config.yaml", "plan.json")})
-        sizes = {name: {"bytes": len(files[name].encode()), "sha256": ""} for name in ("config.yaml", "plan.json")}
-        for name in ("rank_00000.safetensors", "rest.safetensors"):
+        sizes = {}
+        for name in ("config.yaml", "plan.json", "rank_00000.safetensors", "rest.safetensors"):
             (aside / name).touch()
-            sizes[name] = {"bytes": 0, "sha256": ""}
+            sizes[name] = {"bytes": (aside / name).stat().st_size, "sha256": checkpoints.checksum(aside / name)}
         checkpoints.complete(
             aside, {"format": 1, "step": step, "state": {"is_last": is_last}, "files": sizes, "parameters": {}}
         )

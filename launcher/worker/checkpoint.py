@@ -167,6 +167,7 @@ def _write(path: Path, contents: dict[str, torch.Tensor] | str) -> None:
         path.write_text(contents, encoding="utf-8")
     else:
         save_file(contents, path)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it for its owner alone
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
