@@ -97,7 +97,7 @@ def whole(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
 TRACKED = "in the third of four micro-batches"
 """This one by Weights & Biases too, with a key in the environment."""
 
-SLOW = {"with processes that read ahead", "while a checkpoint is written"}
+SLOW = {"with processes that read ahead", "in an evaluation", "while a checkpoint is written"}
 """Each case starts the program twice; these are left to make test-full."""
 
 

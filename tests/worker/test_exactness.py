@@ -80,7 +80,7 @@ CELLS = [
     *(Cell(ranks, stage, 4, dtype=Dtype.BF16) for stage in STAGES for ranks in RANKS),
 ]
 
-SLOW = {cell for cell in CELLS if cell.clipping is None and cell.accumulation != 4}
+SLOW = {cell for cell in CELLS if cell.accumulation == 2 or (cell.clipping is None and cell.accumulation != 4)}
 """Left to make test-full: where nothing is clipped the steps have less to get wrong."""
 
 

@@ -104,6 +104,8 @@ SLOW = {
     "bf16-flush",
     "idle-stage1",
     "branching-stage1",
+    "branching-stage2",
+    "stage3-bf16-once",
 }
 """Left to make test-full: the same is tried at another stage."""
 
