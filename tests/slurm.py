@@ -13,7 +13,20 @@ from typing import Self
 
 import pytest
 
+from launcher.schema import Batch, Call, Cluster, ClusterType, Config, Data, Train
+
 SCRIPT = Path(__file__).parents[1] / "slurm" / "cluster.sh"
+
+FASTA = Path(__file__).parent / "data" / "ecoli_short_contigs.fa.gz"
+
+RUN = Config(
+    model=Call("launcher.worker.models.hugging_face", {"model_type": "llama", "hidden_size": 32}),
+    data=Data(fasta=str(FASTA), sequence_length=300, validation=None),
+    batch=Batch(train_batch_size=24),
+    train=Train(max_steps=10),
+    cluster=Cluster(type=ClusterType.SLURM),
+)
+"""One for Slurm that is quickly planned."""
 
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
 

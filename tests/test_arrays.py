@@ -11,17 +11,10 @@ from launcher.arrays import Array
 from launcher.errors import RequestError
 from launcher.ledger import Ledger, Point
 from launcher.rundir import RunDir
-from launcher.schema import Batch, Call, Cluster, ClusterType, Config, Data, Train
+from launcher.schema import Cluster
+from tests import slurm as slurm_cluster
 
-FASTA = Path(__file__).parent / "data" / "ecoli_short_contigs.fa.gz"
-
-BASE = Config(
-    model=Call("launcher.worker.models.hugging_face", {"model_type": "llama", "hidden_size": 32}),
-    data=Data(fasta=str(FASTA), sequence_length=300, validation=None),
-    batch=Batch(train_batch_size=24),
-    train=Train(max_steps=10),
-    cluster=Cluster(type=ClusterType.SLURM),
-)
+BASE = slurm_cluster.RUN
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,10 @@ import pytest
 from launcher import job, micro_batch, plan, ranks, slurm_job
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_REFUSED
 from launcher.rundir import RunDir
-from launcher.schema import Batch, Call, Checkpoint, Cluster, ClusterType, Config, Data, MicroBatch, Mode, Train
+from launcher.schema import Batch, Checkpoint, Cluster, ClusterType, Config, MicroBatch, Mode
+from tests.slurm import RUN
 
-FASTA = Path(__file__).parent / "data" / "ecoli_short_contigs.fa.gz"
-
-BASE = Config(
-    model=Call("launcher.worker.models.hugging_face", {"model_type": "llama", "hidden_size": 32}),
-    data=Data(fasta=str(FASTA), sequence_length=300, validation=None),
-    batch=Batch(train_batch_size=24),
-    train=Train(max_steps=10),
-    cluster=Cluster(type=ClusterType.SLURM, nodes="1-4", ranks_per_node=2),
-)
+BASE = replace(RUN, cluster=replace(RUN.cluster, nodes="1-4", ranks_per_node=2))
 
 Output = pytest.CaptureFixture[str]
 
