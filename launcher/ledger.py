@@ -32,8 +32,8 @@ class Ledger:
     """``sweep.jsonl``: a line each time a point changes its state; the last line of a point counts.
 
     Fields: ``point`` (from 0), ``overrides``, ``run_dir``, ``job`` (of Slurm: the array, and the index in it),
-    ``state`` (pending, submitted, running, completed, failed, invalid, stopped), ``eval_loss`` (the last; nats a valid
-    token), ``reason``, ``time``.
+    ``state`` (pending, submitted, running, completed, failed, preempted, invalid, stopped), ``eval_loss`` (the last;
+    nats a valid token), ``reason``, ``time``.
     """
 
     def __init__(self, folder: Path) -> None:
