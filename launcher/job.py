@@ -87,16 +87,18 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
     from launcher import local, progress  # not needed to plan, which has to be quick
 
     submits = job.config.cluster.type is ClusterType.SLURM
+    done = job.origin.folder if job.origin is not None and resume.is_done(job.config, job.origin) else None
+    if done is not None and done.parent != RunDir(job.run_dir).checkpoints:  # there is nothing for a new directory
+        _say_done(job)
+        return RunDir(done.parent.parent)
     if submits:
         slurm.check(script(job), job.run_dir)
     run_dir = RunDir.create(job.run_dir, may_continue(job.config))
     try:
-        if job.origin is not None and resume.is_done(job.config, job.origin):
-            is_last = job.origin.checkpoint is not None and job.origin.checkpoint.state["is_last"]
-            place = "its last step" if is_last else f"past train.max_steps={job.config.train.max_steps}"
-            say(f"this run is done: {job.origin.folder} is {place} (the checksums of its files were not compared)")
+        if done is not None:
+            _say_done(job)
             if run_dir.read_status().get("state") != "completed":  # it was killed after its last checkpoint
-                rundir.write_text(run_dir.checkpoints / checkpoints.LATEST, job.origin.folder.name + "\n")
+                rundir.write_text(run_dir.checkpoints / checkpoints.LATEST, done.name + "\n")
                 run_dir.write_status(state="completed", step=run_dir.last_step(), reason=None, activity=None)
             progress.print_summary(run_dir)
             return run_dir
@@ -116,6 +118,13 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
         raise RunError(f"the run in {run_dir.path} cannot go on: {error}") from error
     finally:
         run_dir.release()
+
+
+def _say_done(job: Job) -> None:
+    assert job.origin is not None
+    is_last = job.origin.checkpoint is not None and job.origin.checkpoint.state["is_last"]
+    place = "its last step" if is_last else f"past train.max_steps={job.config.train.max_steps}"
+    say(f"this run is done: {job.origin.folder} is {place} (the checksums of its files were not compared)")
 
 
 def _begin_attempt(job: Job, run_dir: RunDir) -> None:
@@ -237,9 +246,7 @@ def finer(made: Plan, reached: int | None) -> Plan | None:
     cut = replace(made.cut, micro_batch_size=micro, gradient_accumulation_steps=whole // micro).finer()
     if cut is None:
         return None
-    # Also where an earlier run's checkpoints were not wanted, it goes on from its own.
-    own = dataclasses.replace(made.config.checkpoint, resume=resume.AUTO)
-    return _with_micro_batches(dataclasses.replace(made.config, checkpoint=own), made.cut, cut.micro_batch_size)
+    return _with_micro_batches(resume.again(made.config), made.cut, cut.micro_batch_size)
 
 
 def _with_micro_batches(config: Config, cut: Cut, size: int) -> Plan:

@@ -1,5 +1,6 @@
 """Whether a run can go on from what an earlier attempt has left, told before anything is started."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,6 +43,9 @@ LEARNING = (
 )
 """Keys that may change, and are told where they do."""
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, YAMLError, RequestError)
+"""What reading the frozen files of a run raises, that somebody has changed or a full disk has cut off."""
+
 HOW_DATA_IS_READ = {"fasta", "cache_dir", "num_workers"}
 """Keys of ``data`` that do not change what is read; the bases are compared by their fingerprint."""
 
@@ -81,8 +85,31 @@ def origin(config: Config, run_dir: Path) -> Origin | None:
     if wish == REQUIRED or notes:
         raise RequestError(f"{WISH}={wish}: {none_in(directory.checkpoints, notes)}")
     # One that was killed while its files were written has not begun.
-    begun = directory.config.exists() and directory.plan.exists()
-    return Origin(run_dir, None, []) if begun else None
+    if not (directory.config.exists() and directory.plan.exists()):
+        return None
+    if (began_at := _path_in(directory.config)) is not None:
+        raise RequestError(
+            f"{WISH}={wish}: the run in {run_dir} began at {began_at} and has no checkpoint of its own yet; set "
+            f"{WISH}={began_at}, or start a new run in another {KEY}"
+        )
+    return Origin(run_dir, None, [])
+
+
+def _path_in(config: Path) -> str | None:
+    """The checkpoint that a run was to begin at, as its frozen configuration says, if that can be read."""
+    try:
+        wish = decode.load(config).checkpoint.resume
+    except UNREADABLE:  # ``check`` tells
+        return None
+    return None if wish in (AUTO, REQUIRED, NEVER) else wish
+
+
+def again(config: Config) -> Config:
+    """What a later attempt at the same run goes by: by now there may be checkpoints of its own, also where those of an
+    earlier run were not wanted. A path stays: the run begins there as long as it has none."""
+    if config.checkpoint.resume != NEVER:
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=AUTO))
 
 
 def none_in(folder: Path, notes: list[str]) -> str:
@@ -100,7 +127,7 @@ def check(plan: Plan, found: Origin) -> list[str]:
         theirs = _trajectory(decode.load(found.folder / "config.yaml"))
         theirs["batch.train_batch_size"] = planned["batch"]["train_batch_size"]
         there = planned["data"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError, YAMLError, RequestError) as error:
+    except UNREADABLE as error:
         what = f"what the run in {found.folder} was made with cannot be read ({' '.join(str(error).split())})"
         return [f"{KEY}={found.folder}: {what}; mend its config.yaml and plan.json, or give another {KEY}"]
     faults = [

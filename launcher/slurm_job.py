@@ -79,8 +79,7 @@ def begin(path: Path) -> str:
         status, config = run_dir.read_status(), decode.load(run_dir.config)
         begun = status.get("begun", True)
         if begun:
-            # What was wished for has been done by the first attempt: now the run goes on with its own checkpoints.
-            config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=resume.AUTO))
+            config = resume.again(config)
         if (restarts := _restarts()) > config.cluster.max_requeues:
             raise RunError(f"the job was started again {restarts} times (cluster.max_requeues)")
         origin = resume.origin(config, path)

@@ -91,6 +91,19 @@ def test_where_ranks_cannot_cut_finer_together_the_run_is_started_anew_with_smal
     assert (status["state"], status["attempt"]) == ("completed", 2)
 
 
+def test_a_run_that_begins_at_the_checkpoint_of_another_begins_there_again(folder: Path, whole: list[float]) -> None:
+    """Rank 1 fails in its first pass, before there is a checkpoint of its own."""
+    path = folder / "whole" / "checkpoints" / "step_00000004"
+    words = f"batch.train_micro_batch_size_per_gpu=4 zero=stage3 checkpoint.resume={path}"
+    done = launch(folder, "begun", words, "1:1:2")
+    assert done.returncode == 0, done.stderr
+    assert "the run goes on with batch.train_micro_batch_size_per_gpu=2" in done.stdout
+    train = [line for line in map(json.loads, RunDir(folder / "begun").metrics.read_text().splitlines())
+             if line["kind"] == "train"]  # fmt: skip
+    assert [(line["attempt"], line["step"], line["micro_batch_size"]) for line in train] == [(2, 5, 2)]
+    assert train[0]["loss"] == pytest.approx(whole[4], rel=1e-6)
+
+
 @pytest.mark.parametrize(("stage", "micro"), [pytest.param("stage3", 1, marks=pytest.mark.slow), ("stage1", 4)])
 def test_a_sequence_that_does_not_fit_fails_the_run_with_the_reason(folder: Path, stage: str, micro: int) -> None:
     """Also where ranks came down to it by themselves: that is not tried again from the start."""

@@ -168,6 +168,10 @@ def test_a_run_that_is_done_says_so(folder: Path, whole: object) -> None:
         f"this run is done: {folder}/whole/checkpoints/step_00000006 is its last step (the checksums of its files were "
         "not compared)"
     )
+    path = folder / "whole" / "checkpoints" / "step_00000006"
+    elsewhere = launch(folder, "elsewhere", workers=0, every=0, more=f"checkpoint.resume={path}")
+    assert (elsewhere.returncode, elsewhere.stdout, elsewhere.stderr) == (0, again.stdout.splitlines()[0] + "\n", "")
+    assert not (folder / "elsewhere").exists(), "there is nothing left to be done in it"
 
 
 def test_a_signal_before_training_loses_nothing_and_is_no_failure(folder: Path) -> None:

@@ -120,6 +120,26 @@ def test_a_path_is_where_a_run_begins_until_it_has_checkpoints_of_its_own(tmp_pa
     assert found.folder == tmp_path / "new" / "checkpoints" / "step_00000007"
 
 
+def test_a_later_attempt_takes_what_the_run_has_by_now_or_begins_where_the_first_did(tmp_path: Path) -> None:
+    path = str(tmp_path / "old" / "checkpoints" / "step_00000005")
+    wishes = {"auto": "auto", "required": "required", "never": "auto", path: path}
+    assert {wish: resume.again(wishing(wish)).checkpoint.resume for wish in wishes} == wishes
+
+
+def test_a_run_that_began_at_a_path_is_not_begun_anew_without_it(tmp_path: Path) -> None:
+    """It was killed before it had a checkpoint of its own."""
+    leave(tmp_path / "old")
+    path = tmp_path / "old" / "checkpoints" / "step_00000005"
+    leave(tmp_path / "new", wishing(str(path)), steps=())
+    said = f"the run in {tmp_path}/new began at {path} and has no checkpoint of its own yet"
+    assert refusal(tmp_path / "new", "auto") == (
+        f"checkpoint.resume=auto: {said}; set checkpoint.resume={path}, or start a new run in another hydra.run.dir"
+    )
+    found = origin(tmp_path / "new", str(path))
+    assert found is not None
+    assert found.folder == path
+
+
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     wish = f"checkpoint.resume={tmp_path}/no"
     remedy = "give the path of a checkpoint, or auto, required or never"

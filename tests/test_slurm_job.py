@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from launcher import job, micro_batch, plan, ranks, slurm_job
+from launcher import decode, job, micro_batch, plan, ranks, slurm_job
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_REFUSED
 from launcher.rundir import RunDir
 from launcher.schema import Batch, Checkpoint, Cluster, ClusterType, Config, MicroBatch, Mode
 from tests.slurm import RUN
+from tests.test_resume import leave
 
 BASE = replace(RUN, cluster=replace(RUN.cluster, nodes="1-4", ranks_per_node=2))
 
@@ -119,12 +120,16 @@ def test_a_directory_that_the_node_does_not_see_is_named(tmp_path: Path, capsys:
 
 
 def test_a_job_that_is_started_again_is_another_attempt_and_goes_on_with_its_own_run(tmp_path: Path) -> None:
-    run_dir = submitted(tmp_path / "run", replace(BASE, checkpoint=Checkpoint(resume="never")))
-    call("begin", run_dir.path)
-    call("begin", run_dir.path)
-    assert run_dir.read_status()["attempt"] == 2
-    assert "resume: never" in (run_dir.path / "attempts" / "1" / "config.yaml").read_text()
-    assert "resume: auto" in run_dir.config.read_text()
+    """Or begins where the first attempt did, as long as it has no checkpoint of its own."""
+    leave(tmp_path / "old")
+    path = str(tmp_path / "old" / "checkpoints" / "step_00000005")
+    for wish, later in (("never", "auto"), (path, path)):
+        run_dir = submitted(tmp_path / later.replace("/", "_"), replace(BASE, checkpoint=Checkpoint(resume=wish)))
+        for _ in range(3):
+            assert call("begin", run_dir.path) == EXIT_DONE
+        assert run_dir.read_status()["attempt"] == 3
+        configs = [run_dir.path / "attempts" / "1" / "config.yaml", run_dir.config]
+        assert [decode.load(config).checkpoint.resume for config in configs] == [wish, later]
 
 
 def ended(run_dir: RunDir, capsys: Output, code: int = 0) -> tuple[int, str, str]:
