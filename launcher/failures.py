@@ -27,6 +27,14 @@ class Failure(NamedTuple):
     rank: int
     kind: str
     reason: str
+    signal: str | None = None
+    """That had asked this rank to stop by then."""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """What this rank was to heed at the end of a step that did not fit into its memory. Only the first failure
+        counts: ranks whose peers have failed are ended by signals too."""
+        return f"{self.signal} to rank {self.rank}" if self.kind == MEMORY and self.signal is not None else None
 
 
 def noted(run_dir: RunDir, rank: int) -> Failure | None:
@@ -36,7 +44,9 @@ def noted(run_dir: RunDir, rank: int) -> Failure | None:
         return None
     note = json.loads(path.read_text(encoding="utf-8"))
     reason = str(note["reason"])
-    return Failure(LOST_A_PEER.search(reason) is not None, float(note["time"]), rank, str(note["kind"]), reason)
+    return Failure(
+        LOST_A_PEER.search(reason) is not None, float(note["time"]), rank, str(note["kind"]), reason, note.get("signal")
+    )
 
 
 def error(first: Failure, run_dir: RunDir) -> RequestError | RunError:

@@ -230,8 +230,7 @@ def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
             if made is None:
                 local.fail(run_dir, error)
                 raise
-            batch = made.config.batch.train_micro_batch_size_per_gpu
-            say(f"{error}; the run goes on with batch.train_micro_batch_size_per_gpu={batch}")
+            say(f"{error}; the run goes on with micro-batches of {made.cut.micro_batch_size}")
             origin = resume.origin(made.config, job.run_dir)
             job = dataclasses.replace(job, config=made.config, plan=made, origin=origin)
 
@@ -250,13 +249,14 @@ def finer(made: Plan, reached: int | None) -> Plan | None:
 
 
 def _with_micro_batches(config: Config, cut: Cut, size: int) -> Plan:
-    """The same steps cut into micro-batches of ``size``."""
+    """The same steps cut into micro-batches of ``size``; or of less where that does not cut them, on fewer nodes."""
     by_tokens = config.batch.train_batch_tokens is not None
     batch = dataclasses.replace(
         config.batch,
         train_batch_size=None if by_tokens else cut.train_batch_size,
-        train_micro_batch_size_per_gpu=size,
+        train_micro_batch_size_per_gpu=None,
         gradient_accumulation_steps=None,
+        max_micro_batch_size_per_gpu=size,
     )
     return plan.make(dataclasses.replace(config, batch=batch))
 
@@ -275,7 +275,7 @@ def _fitted(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> Job:
 
     try:
         made = fitted(job.plan, trial)
-    except RunError as error:
+    except OutOfMemoryError as error:  # others have been noted where they came from
         local.fail(run_dir, error)
         raise
     return dataclasses.replace(job, config=made.config, plan=made)
@@ -284,7 +284,7 @@ def _fitted(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> Job:
 def fitted(made: Plan, trial: Trial) -> Plan:
     """The same steps in the largest micro-batches that fit, by trials unless that is remembered.
 
-    Raises RunError where none fits.
+    Raises OutOfMemoryError where none fits.
     """
     config, sizes = made.config, plan.micro_batch_sizes(made.config, made.cut)
     key = micro_batch.key(config, made.num_ranks)
@@ -292,7 +292,7 @@ def fitted(made: Plan, trial: Trial) -> Plan:
     if size is None:
         size = micro_batch.largest(sizes, trial)
         if size is None:
-            raise RunError("a micro-batch of one sequence does not fit into memory")
+            raise OutOfMemoryError("a micro-batch of one sequence does not fit into memory")
         micro_batch.remember(key, size)
     say(f"batch.train_micro_batch_size_per_gpu=auto: {size}, of {', '.join(map(str, sizes))}")
     return _with_micro_batches(config, made.cut, size)

@@ -17,7 +17,7 @@ from launcher.errors import OutOfMemoryError, RequestError, RunError, RunInterru
 from launcher.failures import Failure
 from launcher.progress import Progress
 from launcher.ranks import STORE_FD
-from launcher.rundir import FAILURE, PREEMPTED, RunDir
+from launcher.rundir import FAILURE, MEMORY, PREEMPTED, RunDir
 from launcher.schema import Config, Mode
 
 WORKER = (sys.executable, "-m", "launcher.worker")
@@ -88,6 +88,7 @@ def _supervise(
     may_stop: bool,
 ) -> None:
     ranks: list[Rank] = []
+    run_dir.forget_failures()
     with _Guard() as watch:
         try:
             for rank in _start(num_ranks, run_dir, worker):
@@ -102,10 +103,7 @@ def _supervise(
     progress.update()
     status = run_dir.read_status()
     if not failed and status["state"] == PREEMPTED:
-        if caught:  # which this process has passed on as a SIGTERM
-            run_dir.write_status(reason=f"{caught[0].name} to the launcher")
-        reason = run_dir.read_status()["reason"]
-        raise RunPreemptedError(f"stopped by {reason}, saved at step {status['checkpoint']}")
+        raise _preempted(run_dir, status["reason"], caught)
     if failed and caught and not _is_second_interrupt(caught) and all(rank.code == -signal.SIGTERM for rank in failed):
         # They were asked before they could listen.
         run_dir.write_status(state=PREEMPTED, reason=caught[0].name, activity=None)
@@ -113,7 +111,19 @@ def _supervise(
     if _is_second_interrupt(caught) or (caught and not may_stop):
         raise RunInterruptedError(caught[-1].name)
     if failed:
-        raise _first_failure(ranks, failed, run_dir)
+        found = _failures(ranks, failed, run_dir)
+        first = min(found)
+        if first.stopped_by is not None or (caught and first.kind == MEMORY):
+            # It would have heeded that at the end of the step, and is not to go on in smaller micro-batches instead.
+            raise _preempted(run_dir, first.stopped_by, caught)
+        raise _error(found, ranks, run_dir)
+
+
+def _preempted(run_dir: RunDir, stopped_by: str | None, caught: list[signal.Signals]) -> RunPreemptedError:
+    reason = f"{caught[0].name} to the launcher" if caught else stopped_by  # which this process has passed on
+    run_dir.write_status(state=PREEMPTED, reason=reason, step=run_dir.last_step(), activity=None)
+    step = run_dir.read_status().get("checkpoint")
+    return RunPreemptedError(f"stopped by {reason}" + ("" if step is None else f", saved at step {step}"))
 
 
 def _start(num_ranks: int, run_dir: RunDir, worker: Sequence[str]) -> Iterator[Rank]:
@@ -195,8 +205,8 @@ def _is_second_interrupt(caught: list[signal.Signals]) -> bool:
     return caught.count(signal.SIGINT) > 1
 
 
-def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> RequestError | RunError:
-    """The error that names the rank that failed first; the others lost their peer and failed of that.
+def _failures(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> list[Failure]:
+    """Why ranks failed; the smallest one is the first, and the others lost their peer and failed of that.
 
     A rank that raises notes when. One that died without a word did so after it was last seen alive, and before its
     peers noticed. Collectives abort where a peer is lost, but also where peers disagree: an abort is taken to come
@@ -213,6 +223,11 @@ def _first_failure(ranks: list[Rank], failed: list[Rank], run_dir: RunDir) -> Re
             when = rank.seen_dead if -rank.code == signal.SIGABRT else rank.seen_alive
             reason = _end_of(rank.code, run_dir.log(rank.number))
             found.append(Failure(False, when, rank.number, FAILURE, reason))
+    return found
+
+
+def _error(found: list[Failure], ranks: list[Rank], run_dir: RunDir) -> RequestError | RunError:
+    """What the run ends with: it names the rank that failed first."""
     all_lost_a_peer = all(failure.lost_a_peer for failure in found)
     left = [rank for rank in ranks if rank.code == 0]
     if left and all_lost_a_peer:

@@ -62,7 +62,8 @@ class RunDir:
         return self.logs / f"rank_{rank:05d}.log"
 
     def failure(self, rank: int) -> Path:
-        """What a rank that fails writes before it ends: {rank, time, reason, kind: "request" or "failure"}."""
+        """What a rank that fails writes before it ends: rank, time, reason, kind ("request", "memory" or "failure") and
+        the signal that had come to it, or null."""
         return self.logs / f"rank_{rank:05d}.failure.json"
 
     def seal(self, attempt: str) -> Path:
@@ -125,9 +126,12 @@ class RunDir:
                 if (self.path / name).exists():
                     # A copy: a job that is killed here is started again, and finds its configuration.
                     shutil.copy2(self.path / name, folder / name)
+        return before + 1
+
+    def forget_failures(self) -> None:
+        """Of ranks that have ended, before others are started, of this attempt or of another."""
         for failure in self.logs.glob("*.failure.json"):
             failure.unlink()
-        return before + 1
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Write whole files by name, each atomically and to disk."""

@@ -88,6 +88,7 @@ def begin(path: Path) -> str:
             print(f"this run is done: {origin.folder} is its last step", file=sys.stderr)
             return ""
         attempt = run_dir.begin_attempt() if begun else status["attempt"]
+        run_dir.forget_failures()
         num_ranks = _freeze(run_dir, config, status)
         run_dir.seal(os.environ[ranks.ATTEMPT]).touch()
         step = run_dir.last_step()
@@ -107,17 +108,14 @@ def _freeze(run_dir: RunDir, config: Config, status: Mapping[str, Any]) -> int:
     """Write what the ranks go by; returns how many of them there are to be."""
     made = _planned(config)
     run_dir.write_status(micro_batch_size=None)
-    if config.mode is Mode.VERIFY:
-        job.freeze(made, run_dir)
-        return job.groups(made)[int(status.get("groups_done", 0))]
-    if config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO:
+    facts = {}
+    if config.batch.train_micro_batch_size_per_gpu is MicroBatch.AUTO and config.mode is Mode.TRAIN:
         try:
             made = job.fitted(made, _replay(status.get("trials", [])))
         except _TrialNeeded as needed:
-            job.freeze(made, run_dir, micro_batch_sizes=list(needed.sizes))
-            return made.num_ranks
-    job.freeze(made, run_dir)
-    return made.num_ranks
+            facts["micro_batch_sizes"] = list(needed.sizes)
+    job.freeze(_asked_for(made, config), run_dir, **facts)
+    return job.groups(made)[int(status.get("groups_done", 0))] if config.mode is Mode.VERIFY else made.num_ranks
 
 
 class _TrialNeeded(Exception):  # noqa: N818 - it is no error
@@ -125,14 +123,15 @@ class _TrialNeeded(Exception):  # noqa: N818 - it is no error
         self.sizes = sizes
 
 
-def _replay(outcomes: Sequence[int | None]) -> Trial:
-    """The trials of micro-batches that ranks of this job have made already, in order, up to one that is not there."""
-    known = iter(outcomes)
+def _replay(made: Sequence[Mapping[str, Any]]) -> Trial:
+    """The trials of micro-batches that ranks of this run have made already, up to one that is not among them: on fewer
+    nodes the sizes are others."""
+    known: dict[tuple[int, ...], int | None] = {tuple(trial["sizes"]): trial["fits"] for trial in made}
 
     def trial(sizes: Sequence[int]) -> int | None:
-        for outcome in known:
-            return outcome
-        raise _TrialNeeded(sizes)
+        if tuple(sizes) not in known:
+            raise _TrialNeeded(sizes)
+        return known[tuple(sizes)]
 
     return trial
 
@@ -154,8 +153,14 @@ def end(path: Path, srun: str) -> str:
     status, config = run_dir.read_status(), decode.load(run_dir.config)
     noted = filter(None, (failures.noted(run_dir, rank) for rank in range(_num_ranks(run_dir))))
     first = min(noted, default=None)
-    if "micro_batch_sizes" in plan.read(run_dir) and (first is None or first.kind == MEMORY):
-        run_dir.write_status(begun=False, trials=[*status.get("trials", []), status["micro_batch_size"]])
+    if first is not None and first.stopped_by is not None:
+        run_dir.write_status(state=PREEMPTED, reason=first.stopped_by, activity=None)
+        return _after_preemption(run_dir, config)
+    tried = plan.read(run_dir).get("micro_batch_sizes")
+    if tried is not None and status["state"] != PREEMPTED and (first.kind == MEMORY if first else code == 0):
+        # Anything else that ends the ranks tells nothing about their memory.
+        trial = {"sizes": tried, "fits": status["micro_batch_size"]}
+        run_dir.write_status(begun=False, trials=[*status.get("trials", []), trial])
         return AGAIN
     ports = status.get("ports_taken", 0)
     if first is not None and failures.PORT_TAKEN.search(first.reason) and ports < MAX_PORTS:
@@ -177,7 +182,7 @@ def end(path: Path, srun: str) -> str:
         if made is None:
             _fail(run_dir, error)
             raise
-        job.freeze(made, run_dir)
+        job.freeze(_asked_for(made, config), run_dir)
         print(f"{error}; the run goes on with micro-batches of {made.cut.micro_batch_size}", file=sys.stderr)
         return AGAIN
     except RunPreemptedError:
@@ -207,7 +212,7 @@ def _locked(path: Path) -> RunDir:
 
 
 def _planned(config: Config) -> Plan:
-    """The plan for the nodes that Slurm has granted; frozen is what was asked for."""
+    """The plan for the nodes that Slurm has granted."""
     nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), int(os.environ["SLURM_NTASKS"])
     least, most = slurm_options.node_range(config.cluster.nodes)
     if not least <= nodes <= most:
@@ -217,7 +222,14 @@ def _planned(config: Config) -> Plan:
         raise RequestError(
             f"the run was planned for {placement.num_ranks(granted)} ranks, but the job has {tasks} tasks"
         )
-    return dataclasses.replace(plan.make(granted), config=config)
+    return plan.make(granted)
+
+
+def _asked_for(made: Plan, config: Config) -> Plan:
+    """What is frozen of a plan for the nodes that were granted: with those that were asked for, and the folders as they
+    were given, as other nodes may come next."""
+    frozen = dataclasses.replace(made.config, cluster=config.cluster, offload=config.offload)
+    return dataclasses.replace(made, config=frozen)
 
 
 def _after_preemption(run_dir: RunDir, config: Config) -> str:

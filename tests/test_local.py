@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from launcher import devices, guard, local
-from launcher.errors import RequestError, RunError
+from launcher.errors import OutOfMemoryError, RequestError, RunError, RunPreemptedError
 from launcher.rundir import RunDir
 from launcher.schema import Call, Config, Logging, Train
 
@@ -28,9 +28,9 @@ run_dir, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 def put(name, text):
     (run_dir / f"new_{rank}").write_text(text)
     (run_dir / f"new_{rank}").rename(run_dir / name)
-def note(kind, reason):
+def note(kind, reason, signal=None):
     put(f"logs/rank_{rank:05d}.failure.json",
-        json.dumps({"rank": rank, "time": time.time(), "kind": kind, "reason": reason}))
+        json.dumps({"rank": rank, "time": time.time(), "kind": kind, "reason": reason, "signal": signal}))
 def metrics(**values):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(values) + "\\n")
@@ -301,6 +301,62 @@ def test_what_a_rank_says_when_it_is_ended_is_no_first_cause(run_dir: RunDir, wo
     with pytest.raises(RunError) as raised:
         run(run_dir, 2, command)
     assert str(raised.value) == f"rank 0 failed: exit code 1: out of ideas (log: {run_dir.log(0)})"
+
+
+def test_a_rank_that_was_to_stop_and_ran_out_of_memory_first_has_stopped(run_dir: RunDir, worker: Worker) -> None:
+    code = """
+    if rank == 1:
+        note("memory", "OutOfMemoryError: no room", "SIGUSR2")
+        sys.exit(1)
+    time.sleep(60)
+    """
+    with pytest.raises(RunPreemptedError) as raised:
+        run(run_dir, 2, worker(code))
+    assert str(raised.value) == "stopped by SIGUSR2 to rank 1"
+    status = run_dir.read_status()
+    assert (status["state"], status["reason"]) == ("preempted", "SIGUSR2 to rank 1")
+
+
+def test_a_rank_that_runs_out_of_memory_while_the_launcher_is_to_stop_has_stopped(
+    run_dir: RunDir, worker: Worker
+) -> None:
+    code = """
+    def fail(*_):
+        note("memory", "OutOfMemoryError: no room")
+        os._exit(1)
+    signal.signal(signal.SIGTERM, fail)
+    os.kill(os.getppid(), signal.SIGUSR2)
+    time.sleep(60)
+    """
+    with pytest.raises(RunPreemptedError) as raised:
+        run(run_dir, 1, worker(code))
+    assert str(raised.value) == "stopped by SIGUSR2 to the launcher"
+
+
+def test_a_rank_that_is_ended_because_another_ran_out_of_memory_was_not_to_stop(
+    run_dir: RunDir, worker: Worker
+) -> None:
+    code = """
+    if rank == 0:
+        note("memory", "OutOfMemoryError: no room")
+        put("done", "")
+        time.sleep(60)
+    wait_for("done")
+    note("failure", "RuntimeError: Connection closed by peer", "SIGTERM")
+    sys.exit(1)
+    """
+    with pytest.raises(OutOfMemoryError) as raised:
+        run(run_dir, 2, worker(code))
+    assert "rank 0 failed: OutOfMemoryError: no room" in str(raised.value)
+
+
+def test_what_ranks_have_failed_of_before_is_not_the_cause(run_dir: RunDir, worker: Worker) -> None:
+    """Those that tried out micro-batches, for instance, before the ones that train."""
+    with pytest.raises(OutOfMemoryError):
+        run(run_dir, 1, worker('note("memory", "OutOfMemoryError: no room"); sys.exit(1)'))
+    with pytest.raises(RunError) as raised:
+        run(run_dir, 1, worker('print("no such base"); sys.exit(3)'))
+    assert str(raised.value) == f"rank 0 failed: exit code 3: no such base (log: {run_dir.log(0)})"
 
 
 def test_a_request_that_a_rank_finds_wrong_is_no_failed_run(run_dir: RunDir, worker: Worker) -> None:

@@ -14,12 +14,13 @@ from tests.small import offer
 pytestmark = pytest.mark.ranks
 
 NETS = """
-import os
+import os, signal
 import torch
 from tests.small import SmallNet
 
 class Net(SmallNet):
-    '''Is out of memory on one rank, from one of its passes on, where a micro-batch has more than so many sequences.'''
+    '''Is out of memory on one rank, from one of its passes on, where a micro-batch has more than so many sequences;
+    and gets a signal in one of its passes.'''
 
     def __init__(self):
         super().__init__()
@@ -27,6 +28,8 @@ class Net(SmallNet):
 
     def forward(self, tokens):
         self.passes += 1
+        if os.environ.get("SIGNAL") == f"{os.environ['RANK']}:{self.passes}":
+            os.kill(os.getpid(), signal.SIGUSR2)
         rank, number, most = os.environ.get("LIMIT", "9:0:0").split(":")
         if os.environ["RANK"] == rank and self.passes >= int(number) and len(tokens) > int(most):
             raise torch.OutOfMemoryError("tried to allocate too much")
@@ -45,11 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return offer(tmp_path_factory.mktemp("here"), NETS)
 
 
-def launch(folder: Path, name: str, words: str, limit: str = "9:0:0") -> "subprocess.CompletedProcess[str]":
+def launch(
+    folder: Path, name: str, words: str, limit: str = "9:0:0", signal: str = ""
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "launcher", *(COMMAND + words).split(), f"hydra.run.dir={name}"],
         cwd=folder,
-        env={**os.environ, "LIMIT": limit, "XDG_CACHE_HOME": str(folder / "cache")},
+        env={**os.environ, "LIMIT": limit, "SIGNAL": signal, "XDG_CACHE_HOME": str(folder / "cache")},
         check=False,
         capture_output=True,
         text=True,
@@ -80,7 +85,7 @@ def test_where_ranks_cannot_cut_finer_together_the_run_is_started_anew_with_smal
     assert done.returncode == 0, done.stderr
     run_dir = RunDir(folder / stage)
     assert "rank 1 failed: OutOfMemoryError: tried to allocate too much" in done.stdout
-    assert "the run goes on with batch.train_micro_batch_size_per_gpu=2" in done.stdout
+    assert "the run goes on with micro-batches of 2" in done.stdout
     assert f"going on from {run_dir.checkpoints}/step_00000002, after step 2" in done.stdout
     train = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["kind"] == "train"]
     assert [(line["attempt"], line["step"], line["micro_batch_size"]) for line in train] == [
@@ -97,7 +102,7 @@ def test_a_run_that_begins_at_the_checkpoint_of_another_begins_there_again(folde
     words = f"batch.train_micro_batch_size_per_gpu=4 zero=stage3 checkpoint.resume={path}"
     done = launch(folder, "begun", words, "1:1:2")
     assert done.returncode == 0, done.stderr
-    assert "the run goes on with batch.train_micro_batch_size_per_gpu=2" in done.stdout
+    assert "the run goes on with micro-batches of 2" in done.stdout
     train = [line for line in map(json.loads, RunDir(folder / "begun").metrics.read_text().splitlines())
              if line["kind"] == "train"]  # fmt: skip
     assert [(line["attempt"], line["step"], line["micro_batch_size"]) for line in train] == [(2, 5, 2)]
@@ -134,6 +139,22 @@ def test_auto_finds_the_largest_micro_batch_that_fits_and_remembers_it(
     assert second.returncode == 0, second.stderr
     assert "auto: 4" in second.stdout
     assert "trying" not in second.stdout
+
+
+def test_a_signal_while_sizes_are_tried_says_nothing_about_them(folder: Path, whole: list[float]) -> None:
+    """It comes in the first pass of size 1, then in that of size 8, which does not fit. Stage 2 is no other test's, so
+    that nothing is remembered of it."""
+    words = "batch.train_micro_batch_size_per_gpu=auto zero=stage2"
+    run_dir = RunDir(folder / "asked")
+    for when in ("1:1", "1:9"):
+        stopped = launch(folder, "asked", words, "1:1:5", when)
+        assert (stopped.returncode, stopped.stderr) == (75, "stopped by SIGUSR2 to rank 1\n")
+        assert run_dir.read_status()["state"] == "preempted"
+    done = launch(folder, "asked", words, "1:1:5")
+    assert done.returncode == 0, done.stderr
+    assert "trying micro-batches of 1" in done.stdout
+    assert "batch.train_micro_batch_size_per_gpu=auto: 4, of 1, 2, 4, 8" in done.stdout
+    assert losses(run_dir) == pytest.approx(whole, rel=1e-6)
 
 
 def test_auto_says_so_where_no_micro_batch_fits(folder: Path) -> None:

@@ -222,8 +222,9 @@ def test_the_job_that_follows_is_the_one_that_is_at_work(tmp_path: Path) -> None
     assert run_dir.read_status()["job"] == "78_3"
 
 
-def note(run_dir: RunDir, rank: int, kind: str, reason: str, when: float = 0.0) -> None:
-    run_dir.failure(rank).write_text(json.dumps({"rank": rank, "time": when, "kind": kind, "reason": reason}))
+def note(run_dir: RunDir, rank: int, kind: str, reason: str, when: float = 0.0, signal: str | None = None) -> None:
+    values = {"rank": rank, "time": when, "kind": kind, "reason": reason, "signal": signal}
+    run_dir.failure(rank).write_text(json.dumps(values))
 
 
 def test_the_first_rank_that_failed_is_named(tmp_path: Path, capsys: Output) -> None:
@@ -258,13 +259,18 @@ def test_out_of_memory_the_same_batch_is_cut_finer_in_the_same_job(tmp_path: Pat
     assert ended(run_dir, capsys, 1)[0] == EXIT_FAILED
 
 
+def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Which is to find out its micro-batches."""
+    granted(monkeypatch, nodes=1, tasks=1)
+    cluster = Cluster(type=ClusterType.SLURM)
+    return replace(BASE, cluster=cluster, batch=Batch(8, train_micro_batch_size_per_gpu=MicroBatch.AUTO))
+
+
 def test_auto_tries_sizes_in_the_job_and_remembers_what_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     """Ranks with room for three sequences of a share of eight."""
-    granted(monkeypatch, nodes=1, tasks=1)
-    cluster = Cluster(type=ClusterType.SLURM)
-    config = replace(BASE, cluster=cluster, batch=Batch(8, train_micro_batch_size_per_gpu=MicroBatch.AUTO))
+    config = on_one_rank(monkeypatch)
     run_dir = submitted(tmp_path / "run", config)
     tried = []
     while True:
@@ -282,6 +288,65 @@ def test_auto_tries_sizes_in_the_job_and_remembers_what_fits(
     assert tried == [[1, 2, 4, 8]]
     assert plan.read(run_dir)["batch"]["micro_batch_size"] == 2
     assert micro_batch.remembered(micro_batch.key(config, 1), [1, 2, 4, 8]) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "noted", "state", "result"),
+    [
+        (140, None, "running", (EXIT_PREEMPTED, "requeue")),
+        (143, None, "running", (EXIT_PREEMPTED, "requeue")),
+        (0, None, "preempted", (EXIT_PREEMPTED, "requeue")),
+        (1, ("memory", "SIGUSR2"), "running", (EXIT_PREEMPTED, "requeue")),
+        (137, None, "running", (EXIT_FAILED, "")),
+        (1, ("failure", None), "running", (EXIT_FAILED, "")),
+    ],
+)
+@pytest.mark.parametrize("fits", [None, 2])
+def test_a_trial_that_ends_otherwise_than_by_its_memory_is_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Output,
+    code: int,
+    noted: tuple[str, str | None] | None,
+    state: str,
+    result: tuple[int, str],
+    fits: int | None,
+) -> None:
+    """Neither what had fitted by then nor that nothing had says anything; the next attempt tries the same again."""
+    run_dir = submitted(tmp_path / "run", on_one_rank(monkeypatch))
+    call("begin", run_dir.path)
+    tried = plan.read(run_dir)["micro_batch_sizes"]
+    run_dir.write_status(micro_batch_size=fits, state=state, reason="SIGUSR2 to rank 0")
+    if noted is not None:
+        kind, signal = noted
+        note(run_dir, 0, kind, "no room", signal=signal)
+    assert ended(run_dir, capsys, code)[:2] == result
+    assert run_dir.read_status()["trials"] == []
+    assert not (tmp_path / "cache").exists()
+    call("begin", run_dir.path)
+    assert plan.read(run_dir)["micro_batch_sizes"] == tried
+    assert not run_dir.failure(0).exists(), "it would be taken for what the next ranks have failed of"
+
+
+def test_trials_of_other_sizes_are_not_taken_for_those_that_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Queued again, the job gets fewer nodes, and each rank a larger share. Four sequences fit."""
+    config = replace(BASE, batch=Batch(48, train_micro_batch_size_per_gpu=MicroBatch.AUTO))
+    run_dir = submitted(tmp_path / "run", config)
+    tried, cuts = [], []
+    for nodes in (4, 1, 1, 1, 3):
+        granted(monkeypatch, nodes, 2 * nodes)
+        assert call("begin", run_dir.path) == EXIT_DONE
+        planned = plan.read(run_dir)
+        tried.append(sizes := planned.get("micro_batch_sizes"))
+        cuts.append((planned["batch"]["micro_batch_size"], planned["batch"]["data_parallel_size"]))
+        if sizes is not None and nodes == 1:
+            run_dir.write_status(micro_batch_size=max((size for size in sizes if size <= 4), default=None))
+            note(run_dir, 0, "memory", "OutOfMemoryError: no room")
+            assert ended(run_dir, capsys, 1)[1] == "again"
+    assert tried == [[1, 2, 6], [1, 2, 4, 8, 24], [6], None, None]
+    assert cuts[-2:] == [(4, 2), (4, 6)]
 
 
 def test_verifying_takes_one_rank_first_and_then_all(tmp_path: Path, capsys: Output) -> None:

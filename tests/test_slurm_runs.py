@@ -21,10 +21,11 @@ pytestmark = [pytest.mark.ranks, slurm.needs_slurm]
 
 NETS = """
 import os, time
+import torch
 from tests.small import SmallNet
 
 class Net(SmallNet):
-    '''Takes its time in training, and fails on one rank if it is told to.'''
+    '''Takes its time in training, has room for some sequences, and fails on one rank if it is told to.'''
 
     def __init__(self, fails=False):
         super().__init__()
@@ -33,6 +34,8 @@ class Net(SmallNet):
     def forward(self, tokens):
         if self.fails and os.environ["RANK"] == "1":
             raise ValueError("no such base")
+        if os.environ["RANK"] == "1" and len(tokens) > int(os.environ.get("ROOM", "99")):
+            raise torch.OutOfMemoryError("tried to allocate too much")
         time.sleep(float(os.environ.get("PASS_S", "0")) if self.training else 0)
         return super().forward(tokens)
 """
@@ -143,6 +146,10 @@ def until_state(cluster: slurm.Cluster, job: str, *states: str, timeout_s: float
     return state(cluster, job)
 
 
+def until_activity(run_dir: Path, activity: str) -> None:
+    until(lambda: RunDir(run_dir).read_status().get("activity") == activity)
+
+
 def until_step(run_dir: Path, step: int) -> None:
     until(lambda: RunDir(run_dir).last_step() >= step)
 
@@ -203,6 +210,28 @@ def test_a_run_that_is_asked_to_stop_saves_goes_back_into_the_queue_and_ends_as_
     assert steps == list(range(1, 21)), "none was repeated or left out"
     same(lines(run_dir), whole)
     assert (run_dir / "attempts" / "1" / "submit.sbatch").exists()
+
+
+@pytest.mark.slow
+def test_sizes_are_tried_in_the_job_and_one_that_is_asked_to_stop_tries_on_when_its_turn_comes_again(
+    cluster: slurm.Cluster, folder: Path, whole: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences fit on rank 1, of four."""
+    monkeypatch.setenv("ROOM", "2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    run_dir = folder / "tried"
+    done = submit(cluster, folder, "tried", "cluster.nodes=2", "batch.train_micro_batch_size_per_gpu=auto", pass_s=1.5)
+    assert done.returncode == 0, done.stderr
+    job = job_of(run_dir)
+    until_activity(run_dir, "trying micro-batches of 1")
+    assert cluster.run("scancel", "--signal=USR2", job).returncode == 0
+    until(lambda: RunDir(run_dir).read_status().get("requeues") == 1)
+    assert not (folder / "cache" / "okazaki" / "micro_batch_sizes").exists()
+    assert until_state(cluster, job, "COMPLETED", "FAILED", timeout_s=400) == "COMPLETED", told(run_dir)
+    same(lines(run_dir), whole)
+    assert {line["micro_batch_size"] for (kind, _), line in lines(run_dir).items() if kind == "train"} == {2}
+    (found,) = (folder / "cache" / "okazaki" / "micro_batch_sizes").iterdir()
+    assert json.loads(found.read_text()) == {"micro_batch_size": 2}
 
 
 def test_a_run_that_is_cancelled_is_saved_and_stays_out_of_the_queue(

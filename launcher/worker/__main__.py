@@ -52,7 +52,7 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
         )
 
     tried = planned.get("micro_batch_sizes")
-    if config.mode is Mode.TRAIN and tried is None:
+    if config.mode is Mode.TRAIN:
         stop.listen()
 
     def tell(activity: str | None) -> None:
@@ -70,20 +70,24 @@ def run(run_dir: RunDir, rank: ranks.Rank) -> None:
     build.build(build.needed(values), tell)
     task = data.open_task(config, planned["data"])
     distributed.start(rank)
+    stopped_by = None
     if config.mode is Mode.VERIFY:
         verify.run(config, planned["verify"], rank, run_dir, task, tell)
     elif tried is not None:
-        fit.run(config, cut, values, tried, rank, run_dir, task, tell)
+        stopped_by = fit.run(config, cut, values, tried, rank, run_dir, task, tell)
     else:
         tell("building the model")
         with Watchdog(config.train.step_timeout, lambda reason: _report(run_dir, rank, FAILURE, reason)) as watchdog:
             trainer = Trainer(config, cut, values, rank, run_dir, task, watchdog)
             summary = trainer.train()
-        stop.ignore()  # nothing is left to stop, and while Python takes itself apart a signal would kill it
-        if rank.is_first and summary is None:
-            run_dir.write_status(state=PREEMPTED, reason=trainer.stopped_by, activity=None)
+        if summary is None:
+            stopped_by = trainer.stopped_by
         elif rank.is_first:
             run_dir.write_status(summary=summary)
+    if config.mode is Mode.TRAIN:
+        stop.ignore()  # nothing is left to stop, and while Python takes itself apart a signal would kill it
+    if rank.is_first and stopped_by is not None:
+        run_dir.write_status(state=PREEMPTED, reason=stopped_by, activity=None)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -107,7 +111,7 @@ def _begin_task(run_dir: RunDir, rank: ranks.Rank) -> RunDir:
 
 def _report(run_dir: RunDir, rank: ranks.Rank, kind: str, reason: str) -> None:
     """Leave word of a failure for the launcher, which tells the first of them."""
-    failure = {"rank": rank.rank, "time": time.time(), "kind": kind, "reason": reason}
+    failure = {"rank": rank.rank, "time": time.time(), "kind": kind, "reason": reason, "signal": stop.wanted()}
     try:
         rundir.write_text(run_dir.failure(rank.rank), json.dumps(failure))
     except OSError as error:  # it stands in the log, if that takes it

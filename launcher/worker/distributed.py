@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from launcher.ranks import Rank
+from launcher.worker import stop
 
 TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -61,6 +62,13 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 def max_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Element-wise maxima over all ranks, in double precision."""
     return _all_reduce(values, device, dist.ReduceOp.MAX)
+
+
+def agreed_signal() -> str | None:
+    """The signal to stop that came to the first of the ranks that got one, and which rank that is; collective."""
+    everyones: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, stop.wanted())
+    return next((f"{name} to rank {rank}" for rank, name in enumerate(everyones) if name is not None), None)
 
 
 def _all_reduce(values: Sequence[float], device: torch.device, op: "dist.ReduceOp.RedOpType") -> list[float]:

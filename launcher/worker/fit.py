@@ -11,7 +11,7 @@ from launcher.batch import Cut
 from launcher.ranks import Rank
 from launcher.rundir import RunDir
 from launcher.schema import Checkpointing, Config
-from launcher.worker import models, step
+from launcher.worker import distributed, models, step
 from launcher.worker.data import Task
 from launcher.worker.engine import Engine
 from launcher.worker.objectives import Weight
@@ -30,10 +30,11 @@ def run(
     run_dir: RunDir,
     task: Task,
     tell: Callable[[str], None],
-) -> None:
+) -> str | None:
     """Take steps with micro-batches of ``sizes``, in order; each that fits on all ranks is written to status.json.
 
-    Every sequence of a data set takes the same memory: those of a genome are padded to ``data.sequence_length``.
+    Returns the signal that has stopped it, and the rank that this came to, or None where all sizes fit. Every sequence
+    of a data set takes the same memory: those of a genome are padded to ``data.sequence_length``.
     Raises OutOfMemoryError, or what the allocator raises, at the first that does not fit.
     """
     model = models.build(config.model, config.seed, values, config.train.batch_norm)
@@ -55,3 +56,6 @@ def run(
         dist.barrier()
         if rank.is_first:
             run_dir.write_status(micro_batch_size=size)
+        if (stopped_by := distributed.agreed_signal()) is not None:
+            return stopped_by
+    return None

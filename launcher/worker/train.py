@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from launcher import costs, decode, noise_scale, resume, traffic
@@ -154,7 +153,7 @@ class Trainer:
         )
         self.others_write = writes > 0
         if stops:
-            self._agree_to_stop()
+            self.stopped_by = distributed.agreed_signal()
         self.tokens_seen += outcome.weight.tokens
         self.course.record(number, outcome.update.applied, self._agreed(outcome.noise))
         self._log(
@@ -226,17 +225,12 @@ class Trainer:
         values = [noise.signal, noise.noise] if self.rank.is_first else [0.0, 0.0]
         return Estimate(*distributed.sum_over_ranks(values, self.engine.device))
 
-    def _agree_to_stop(self) -> None:
-        everyones: list[str | None] = [None] * self.rank.world_size
-        dist.all_gather_object(everyones, stop.wanted())
-        self.stopped_by = next(f"{name} to rank {rank}" for rank, name in enumerate(everyones) if name is not None)
-
     def _is_to_stop(self) -> bool:
         """Between the batches of an evaluation; collective."""
         self.watchdog.beat(f"the evaluation after step {self.done}")
         (stops,) = distributed.max_over_ranks([stop.wanted() is not None], self.engine.device)
         if stops:
-            self._agree_to_stop()
+            self.stopped_by = distributed.agreed_signal()
         return bool(stops)
 
     def _evaluate(self) -> None:
