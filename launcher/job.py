@@ -162,7 +162,7 @@ def _template() -> str:
 
 def _measured_lead(run_dir: Path) -> float | None:
     """Seconds that an earlier attempt needed to save itself."""
-    return RunDir(run_dir).read_status().get("signal_lead_s")
+    return rundir.number(RunDir(run_dir).read_status().get("signal_lead_s"))
 
 
 def check_free(run_dirs: Sequence[Path]) -> None:

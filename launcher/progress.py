@@ -175,7 +175,8 @@ def _bits(value: float | None) -> list[str]:
 
 def print_summary(run_dir: RunDir) -> None:
     """The figures that rank 0 left at the end of a run, and where everything lies."""
-    summary: Mapping[str, Any] = run_dir.read_status().get("summary") or {}
+    told = run_dir.read_status().get("summary")
+    summary: Mapping[str, Any] = told if isinstance(told, dict) else {}
     for name, value in summary.items():
         say(f"{name:<28} {_number(value, '.4f' if isinstance(value, float) else '')}")
     say(f"{'run directory':<28} {run_dir.path}")

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ REQUEST, MEMORY, FAILURE = "request", "memory", "failure"
 """Why a rank ended, as it notes it: what was asked for cannot be, a micro-batch was too large, or anything else."""
 
 FOLDERS = ("attempts", "checkpoints", "logs", "tracker")
+FILES = (
+    *("config.yaml", "plan.json", "deepspeed.json", "metrics.jsonl", "status.json", "verify.json"),
+    *("submit.sbatch", "lock"),
+)
 
 ATTEMPT_FILES = ("config.yaml", "plan.json", "deepspeed.json", "submit.sbatch")
 """What describes an attempt, and is kept when the next one begins."""
@@ -156,36 +161,42 @@ class RunDir:
         """The fields of ``status.json``; none before the first was written, or where a reboot has emptied it."""
         try:
             status = json.loads(self.status.read_bytes())
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return {}
         return status if isinstance(status, dict) else {}
 
     def last_eval_loss(self) -> float | None:
         """The ``eval_loss`` (nats a valid token) of the last evaluation; None if there was none."""
-        losses: list[float] = [line["eval_loss"] for line in self._lines("eval")]
-        return losses[-1] if losses else None
+        return self._last("eval", "eval_loss")
 
     def last_step(self) -> int:
         """The optimizer steps that are done."""
-        steps: list[int] = [line["step"] for line in self._lines("train")]
-        return steps[-1] if steps else 0
+        return int(self._last("train", "step") or 0)
 
-    def _lines(self, kind: str) -> list[dict[str, Any]]:
-        """The whole lines of the metrics; a rank that was killed may have left one half written."""
+    def _last(self, kind: str, field: str) -> float | None:
+        """Of the whole lines of the metrics; a rank that was killed may have left one half written."""
         if not self.metrics.exists():
-            return []
+            return None
         whole, _, _ = self.metrics.read_bytes().rpartition(b"\n")
         lines = [record for line in whole.splitlines() if (record := parse(line)) is not None]
-        return [line for line in lines if line["kind"] == kind]
+        values = [line[field] for line in lines if line["kind"] == kind and field in line]
+        return number(values[-1]) if values else None
 
 
 def parse(line: str | bytes) -> dict[str, Any] | None:
     """A line of the metrics; None for one that was never written to its end."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and "kind" in record else None
+
+
+def number(value: object) -> float | None:
+    """What a file has where a finite number should be, if it is one."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return value
+    return None
 
 
 def check(path: Path, may_continue: bool = False) -> list[str]:
@@ -198,14 +209,22 @@ def check(path: Path, may_continue: bool = False) -> list[str]:
     existing = path
     while not os.path.lexists(existing):
         existing = existing.parent
-    folders = [existing]
+    folders, files = [existing], []
     if existing == path:
-        folders += [folder for name in FOLDERS if os.path.lexists(folder := path / name)]
-    for folder in folders:
+        folders += [path / name for name in FOLDERS]
+        files += [path / name for name in FILES]
+        folders += (path / "attempts").glob("*")
+        files += (path / "logs").glob("*.log")
+    for folder in filter(os.path.lexists, folders):
         if not folder.is_dir():
             return [f"{KEY}={path}: {folder} is not a directory; give another one"]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"{KEY}={path}: {existing} cannot be written; give another directory"]
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return [f"{KEY}={path}: {folder} cannot be written; give another directory"]
+    for file in filter(os.path.lexists, files):
+        if not file.is_file():
+            return [f"{KEY}={path}: {file} is not a file; give another directory"]
+        if not os.access(file, os.R_OK | os.W_OK):
+            return [f"{KEY}={path}: {file} cannot be read and written; give another directory"]
     return []
 
 

@@ -19,6 +19,9 @@ UNMEASURED_LEAD_S, MIN_LEAD_S = 120, 60
 """Slurm looks at its signals and time limits about twice a minute. When all is saved, ranks have to end, and the job
 has to decide what comes next, which takes a Python of its own on a slow file system."""
 
+MAX_LEAD_S = 65535
+"""Slurm's own limit."""
+
 TIMEOUT_S = 120.0
 """For one command. Clients give up by themselves some seconds after they could not reach the controller."""
 
@@ -68,7 +71,7 @@ def signal_lead(cluster: Cluster, measured_s: float | None) -> int:
     slower day; at most half of what the job has."""
     if cluster.signal_lead is not None:
         return cluster.signal_lead
-    lead = UNMEASURED_LEAD_S if measured_s is None else max(MIN_LEAD_S, math.ceil(2 * measured_s))
+    lead = UNMEASURED_LEAD_S if measured_s is None else min(max(MIN_LEAD_S, math.ceil(2 * measured_s)), MAX_LEAD_S)
     limit = None if cluster.time is None else slurm_options.seconds(cluster.time)
     return lead if limit is None else min(lead, limit // 2)
 

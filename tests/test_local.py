@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher import devices, guard, local
+from launcher import devices, guard, local, progress
 from launcher.errors import OutOfMemoryError, RequestError, RunError, RunPreemptedError
 from launcher.rundir import RunDir
 from launcher.schema import Call, Config, Logging, Train
@@ -523,6 +523,12 @@ def test_a_terminal_gets_a_bar(tmp_path: Path, worker: Worker) -> None:
     assert "loss 0.6931  2.0000 bits/base" in text
     assert "2/2" in text
     assert "evaluation after step 2: loss 1.2500, 1.8000 bits/base" in text
+
+
+def test_a_summary_that_somebody_has_changed_is_left_out(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir.write_status(summary=["x"])
+    progress.print_summary(run_dir)
+    assert capsys.readouterr().out.split() == ["run", "directory", str(run_dir.path)]
 
 
 def test_no_bar_where_the_user_wants_none(

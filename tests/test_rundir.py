@@ -169,7 +169,32 @@ def test_lines_of_the_metrics_that_are_no_records_are_left_out(tmp_path: Path) -
     assert run_dir.last_step() == 2
 
 
-@pytest.mark.parametrize("text", [b"", b'{"state": "runn', b"[1, 2]", b"\xff\xfe"])
+def test_records_of_the_metrics_without_their_values_are_no_records(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"kind": "train", "step": 2}\n{"kind": "eval", "eval_loss": 1.5}\n{"kind": "train"}\n'
+                               '{"kind": "eval"}\n' + "[" * 100_000 + "\n")  # fmt: skip
+    assert (run_dir.last_step(), run_dir.last_eval_loss()) == (2, 1.5)
+
+
+def test_an_evaluation_that_came_to_no_number_is_the_last_one_all_the_same(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"kind": "eval", "eval_loss": 1.5}\n{"kind": "eval", "eval_loss": null}\n')
+    assert run_dir.last_eval_loss() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["null", '"7"', "true", "NaN", "Infinity", "-Infinity", "1e400", "1" + "0" * 400, "[7]", '{"7": 7}']
+)
+def test_what_is_no_finite_number_is_none(text: str) -> None:
+    assert rundir.number(json.loads(text)) is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("-0.5", -0.5), ("1e300", 1e300)])
+def test_a_number_is_itself(text: str, value: float) -> None:
+    assert rundir.number(json.loads(text)) == value
+
+
+@pytest.mark.parametrize("text", [b"", b'{"state": "runn', b"[1, 2]", b"\xff\xfe", b"[" * 200_000])
 def test_a_status_that_a_reboot_has_emptied_says_nothing(tmp_path: Path, text: bytes) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.status.write_bytes(text)
@@ -184,6 +209,32 @@ def test_a_directory_whose_parts_or_name_cannot_be_is_refused(tmp_path: Path) ->
     long = tmp_path / ("a" * 300)
     assert rundir.check(long) == [
         f"hydra.run.dir={long}: it cannot be written (File name too long); give another directory"
+    ]
+
+
+@pytest.mark.parametrize("name", [*rundir.FILES, "logs/rank_00003.log"])
+def test_a_directory_where_a_file_should_be_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    assert rundir.check(tmp_path, may_continue=True) == [
+        f"hydra.run.dir={tmp_path}: {tmp_path}/{name} is not a file; give another directory"
+    ]
+
+
+@pytest.mark.parametrize("name", [*rundir.FOLDERS, "attempts/1"])
+def test_a_file_where_a_directory_should_be_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    assert rundir.check(tmp_path, may_continue=True) == [
+        f"hydra.run.dir={tmp_path}: {tmp_path}/{name} is not a directory; give another one"
+    ]
+
+
+def test_a_file_of_somebody_elses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests may run as root, whom no permission bit stops.
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "metrics.jsonl")
+    assert rundir.check(tmp_path, may_continue=True) == [
+        f"hydra.run.dir={tmp_path}: {tmp_path}/metrics.jsonl cannot be read and written; give another directory"
     ]
 
 

@@ -21,6 +21,7 @@ PLAIN = Cluster(type=ClusterType.SLURM)
         (replace(PLAIN, time="1:00:00"), 45.2, 91),
         (replace(PLAIN, time=3), None, 90),  # half of three minutes
         (replace(PLAIN, signal_lead=300), 45.2, 300),
+        (PLAIN, 1e300, 65535),  # no more than Slurm takes
     ],
 )
 def test_a_job_is_asked_to_save_in_time(cluster: Cluster, measured_s: float | None, lead: int) -> None:
