@@ -67,8 +67,8 @@ class Array:
             for index, (point, run_dir) in enumerate(zip(self.points, run_dirs, strict=True)):
                 run_dir.write_status(job=f"{self.number}_{index}")
                 ledger.record(point, SUBMITTED, job=f"{self.number}_{index}")
-        many = f"{len(self.points)} points submitted as array {self.number}"
-        say(f"{many}; to cancel them: scancel {self.number}{job.waits(self.number)}")
+        many = "1 point" if len(self.points) == 1 else f"{len(self.points)} points"
+        say(f"{many} submitted as array {self.number}; to cancel them: scancel {self.number}{job.waits(self.number)}")
 
 
 def is_queued(point: Point) -> bool:

@@ -223,10 +223,9 @@ def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -
         if keep_every is None or step % keep_every:
             # Under another name first: what is half removed must not look like a checkpoint.
             steps[step].rename(folder / f".{steps[step].name}.old")
-    for debris in [
-        path for kind in (f"step_*{PARTIAL}", f".step_*{BEFORE}", ".step_*.old") for path in folder.glob(kind)
-    ]:
-        remove(debris)
+    for kind in (f"step_*{PARTIAL}", f".step_*{BEFORE}", ".step_*.old", rundir.aside(LATEST)):
+        for debris in folder.glob(kind):
+            remove(debris)
 
 
 def _sync(folder: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,6 +94,8 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
         return RunDir(done.parent.parent)
     if submits:
         slurm.check(script(job), job.run_dir)
+    elif RunDir(job.run_dir).read_status().get("state") == SUBMITTED and shutil.which("squeue") is not None:
+        check_free([job.run_dir])  # a job that runs holds the directory
     run_dir = RunDir.create(job.run_dir, may_continue(job.config))
     try:
         if done is not None:
@@ -128,7 +131,7 @@ def _say_done(job: Job) -> None:
 
 
 def _begin_attempt(job: Job, run_dir: RunDir) -> None:
-    run_dir.write_status(attempt=run_dir.begin_attempt(), micro_batch_size=None)
+    run_dir.write_status(attempt=run_dir.begin_attempt(), micro_batch_size=None, job=None)
     if (wanted := placement.num_ranks(job.config)) != job.plan.num_ranks:
         say(f"{job.plan.num_ranks} of {wanted} ranks are used (cluster.allow_fewer_ranks)")
     if job.origin is not None:
@@ -184,7 +187,7 @@ def set_up(job: Job, run_dir: RunDir) -> None:
     _begin_attempt(job, run_dir)
     freeze(job.plan, run_dir)
     run_dir.write_files({slurm.SCRIPT: script(job)})
-    run_dir.write_status(state=SUBMITTED, job=None, reason=None, activity=None, step=run_dir.last_step())
+    run_dir.write_status(state=SUBMITTED, reason=None, activity=None, step=run_dir.last_step())
     run_dir.write_status(begun=False, requeues=0, trials=[], groups_done=0, ports_taken=0)
 
 

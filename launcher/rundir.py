@@ -122,6 +122,9 @@ class RunDir:
 
     def begin_attempt(self) -> int:
         """Keep what describes the attempt before, if there was one; returns the number of the new one."""
+        for name in FILES:
+            for debris in self.path.glob(aside(name)):
+                debris.unlink()
         told = self.read_status().get("attempt", 0)
         before = told if isinstance(told, int) else 0
         if self.config.exists():
@@ -135,8 +138,9 @@ class RunDir:
 
     def forget_failures(self) -> None:
         """Of ranks that have ended, before others are started, of this attempt or of another."""
-        for failure in self.logs.glob("*.failure.json"):
-            failure.unlink()
+        for kind in ("*.failure.json", aside("*.failure.json")):
+            for failure in self.logs.glob(kind):
+                failure.unlink()
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Write whole files by name, each atomically and to disk."""
@@ -226,6 +230,11 @@ def check(path: Path, may_continue: bool = False) -> list[str]:
         if not os.access(file, os.R_OK | os.W_OK):
             return [f"{KEY}={path}: {file} cannot be read and written; give another directory"]
     return []
+
+
+def aside(name: str) -> str:
+    """Matches what ``write_text`` leaves of a file if it is killed."""
+    return f".{name}.*"
 
 
 def write_text(path: Path, text: str, sync: bool = True) -> None:

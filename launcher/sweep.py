@@ -191,7 +191,8 @@ def _run_all(points: list[Point], folder: Path, waits: bool) -> None:
         names = "; ".join(map(str, failed))
         raise RunError(f"{len(failed)} of {len(runnable)} points failed: {names}; ledger: {ledger.path}")
     if waits or not queued:
-        say(f"all {len(runnable)} points are done; ledger: {ledger.path}")
+        many = "its only point is" if len(runnable) == 1 else f"all {len(runnable)} points are"
+        say(f"{many} done; ledger: {ledger.path}")
 
 
 def _anew(point: Point) -> Point:

@@ -218,6 +218,7 @@ def test_what_a_killed_save_or_a_killed_removal_has_left_goes_with_the_next_save
         make(tmp_path, step)
     (tmp_path / f"step_00000003{checkpoints.PARTIAL}").mkdir()
     (tmp_path / ".step_00000000.old").mkdir()
+    (tmp_path / ".latest.77").touch()
     checkpoints.prune(tmp_path, 2, keep=None, keep_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000002"]
 

@@ -254,3 +254,22 @@ def test_attempts_are_counted_also_where_the_status_is_garbage(tmp_path: Path) -
     run_dir = RunDir(tmp_path)
     run_dir.status.write_text('{"attempt": "x", "state": 5}')
     assert run_dir.begin_attempt() == 1
+
+
+def test_what_writers_that_were_killed_have_left_goes_with_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir.create(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupt)
+        for path in (run_dir.status, run_dir.failure(3)):
+            with pytest.raises(KeyboardInterrupt):
+                rundir.write_text(path, "x")
+    assert len(list(tmp_path.rglob(".*"))) == 2
+    run_dir.begin_attempt()
+    run_dir.forget_failures()
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
