@@ -1,6 +1,8 @@
 # The README's commands. Everything is installed into .venv, at the versions of requirements.lock.
 PYTHON ?= python3
 BIN = .venv/bin
+# Two files of tests at a time: half of the time a test has one process at work, or waits.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: train test test-full setup check format bench clean
 
@@ -9,14 +11,14 @@ train: setup
 
 # Fast tests first, so that a fault shows early; then those that start DeepSpeed ranks, with all that these compile.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not ranks"
+	$(PYTEST) -m "not slow and not ranks"
 	$(MAKE) .venv/all_operators
-	$(BIN)/python -m pytest -m "not slow and ranks"
+	$(PYTEST) -m "not slow and ranks"
 
 test-full: setup
-	$(BIN)/python -m pytest -m "not ranks"
+	$(PYTEST) -m "not ranks"
 	$(MAKE) .venv/all_operators
-	$(BIN)/python -m pytest -m "ranks"
+	$(PYTEST) -m "ranks"
 
 setup: .venv/operators
 

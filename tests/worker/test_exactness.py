@@ -80,8 +80,14 @@ CELLS = [
     *(Cell(ranks, stage, 4, dtype=Dtype.BF16) for stage in STAGES for ranks in RANKS),
 ]
 
-SLOW = {cell for cell in CELLS if cell.accumulation == 2 or (cell.clipping is None and cell.accumulation != 4)}
-"""Left to make test-full: where nothing is clipped the steps have less to get wrong."""
+SLOW = {
+    cell
+    for cell in CELLS
+    if cell.accumulation == 2
+    or (cell.ranks == 1 and (cell.accumulation != 4 or cell.dtype is Dtype.BF16))
+    or (cell.clipping is None and (cell.ranks == 1 or cell.accumulation != 4))
+}
+"""Left to make test-full: on one rank, and where nothing is clipped, the steps have less to get wrong."""
 
 
 def train_cells(rank: Rank, cells: list[Cell], folder: Path) -> list[dict[str, Any]]:

@@ -95,7 +95,10 @@ SOUND = {
 }
 
 SLOW = {
+    "stage1-clipped",
     "stage2-clipped",
+    "stage2-bf16",
+    "stage2-lars",
     "stage1-states-on-cpu",
     "stage1-bf16",
     "stage2-bf16-once",
