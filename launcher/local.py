@@ -13,7 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from launcher import devices, failures, guard, output
-from launcher.errors import OutOfMemoryError, RequestError, RunError, RunInterruptedError, RunPreemptedError
+from launcher.errors import (
+    OutOfMemoryError,
+    RequestError,
+    RunError,
+    RunInterruptedError,
+    RunPreemptedError,
+    RunStoppedError,
+)
 from launcher.failures import Failure
 from launcher.progress import Progress
 from launcher.ranks import STORE_FD
@@ -310,13 +317,18 @@ def _signals() -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def _handled_by(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """``note`` is called on the signals to stop while inside; one that was ignored before stays ignored."""
+    """``note`` is called on the signals to stop while inside; one that was ignored before stays ignored. Where one has
+    stopped what is inside, this process is about to end, and those that come again change nothing."""
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2]
     before = {number: signal.getsignal(number) for number in stops if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, note)
+    stopped = False
     try:
         yield
+    except RunStoppedError:
+        stopped = True
+        raise
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if stopped else handler)

@@ -18,7 +18,7 @@ from launcher import genome
 from launcher.errors import RequestError
 from launcher.genome import alphabet, cache, store
 from launcher.schema import Data
-from tests.genome.files import CONTIGS, LAMBDA, REPOSITORY, ordinary_user, text_of
+from tests.genome.files import CONTIGS, LAMBDA, REPOSITORY, let_enter, ordinary_user, text_of
 
 
 def write_fasta(path: Path, text: str = ">a\nACGTACGTAC\n>b\nGGGGCCCC\n") -> Path:
@@ -108,11 +108,9 @@ def test_the_same_bases_have_one_fingerprint_however_they_are_packed(tmp_path: P
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_read_only_folder_leaves_the_cache_to_the_users_own(tmp_path: Path, users_cache: Path, keep: bool) -> None:
     path = write_fasta(tmp_path / "x.fa")
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o555)
+    let_enter(tmp_path, users_cache)
+    tmp_path.chmod(0o555)
     users_cache.chmod(0o777)
-    for folder in users_cache.parents[:2]:
-        folder.chmod(0o755)
     with ordinary_user():
         found = load(path, keep=keep)
         assert bases(found) == "ACGTACGTACGGGGCCCC"
@@ -126,9 +124,8 @@ def test_windows_of_a_cache_that_cannot_be_written_go_to_the_users_own(tmp_path:
     path = write_fasta(tmp_path / "x.fa")
     load(path)
     (tmp_path / "x.fa.okazaki").chmod(0o555)
+    let_enter(tmp_path, users_cache)
     users_cache.chmod(0o777)
-    for folder in (tmp_path, *tmp_path.parents[:2], *users_cache.parents[:2]):
-        folder.chmod(0o755)
     with ordinary_user():
         other = genome.load(Data(fasta=str(path), sequence_length=3))
     assert other.train.codes_path.is_relative_to(tmp_path)
@@ -139,8 +136,7 @@ def test_where_nothing_can_be_written_the_folders_are_named(tmp_path: Path) -> N
     path = write_fasta(tmp_path / "x.fa", ">a\nACGTACGTACGTAAAA\n")
     sealed = tmp_path / "sealed"
     sealed.mkdir(mode=0o555)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_enter(tmp_path)
     with ordinary_user():
         (kept,) = refusal(path, cache_dir=sealed / "cache")
         (planned,) = refusal(path, cache_dir=sealed / "cache", keep=False)
