@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,10 @@ class Checkpoint:
     def damage(self, file: str) -> str | None:
         """What is wrong with the contents of a file, or None."""
         path, recorded = self.path / file, self.manifest["files"][file]
-        return None if checksum(path) == recorded["sha256"] else f"{file} has changed since it was written"
+        try:
+            return None if checksum(path) == recorded["sha256"] else f"{file} has changed since it was written"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
 
 
 def file_of(rank: int) -> str:
@@ -91,6 +93,8 @@ def read(path: Path) -> Checkpoint | str:
             return f"{file} is missing"
         except OSError as error:
             return f"{file} cannot be read ({error.strerror})"
+        if not os.access(path / file, os.R_OK):
+            return f"{file} cannot be read"
         if found != recorded["bytes"]:
             return f"{file} has {found} bytes instead of {recorded['bytes']}"
     checkpoint = Checkpoint(path, manifest)
@@ -188,10 +192,10 @@ def complete(aside: Path, manifest: dict[str, Any]) -> Path:
     final = aside.with_name(aside.name.removesuffix(PARTIAL))
     if os.path.lexists(final):
         old = final.with_name(f".{final.name}{BEFORE}")
-        remove(old)
+        rundir.remove(old)
         final.rename(old)
         aside.rename(final)
-        remove(old)
+        rundir.remove(old)
     else:
         aside.rename(final)
     _sync(final.parent)
@@ -200,14 +204,6 @@ def complete(aside: Path, manifest: dict[str, Any]) -> Path:
     except OSError as error:  # whoever goes on looks for the newest one anyway, and says that the name is another
         log.warning("%s still has its old name: %s", LATEST, error)
     return final
-
-
-def remove(path: Path) -> None:
-    """Whatever it is, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -> None:
@@ -225,7 +221,7 @@ def prune(folder: Path, newest: int, keep: int | None, keep_every: int | None) -
             steps[step].rename(folder / f".{steps[step].name}.old")
     for kind in (f"step_*{PARTIAL}", f".step_*{BEFORE}", ".step_*.old", rundir.aside(LATEST)):
         for debris in folder.glob(kind):
-            remove(debris)
+            rundir.remove(debris)
 
 
 def _sync(folder: Path) -> None:

@@ -32,6 +32,9 @@ from launcher.resume import Origin
 from launcher.rundir import SUBMITTED, RunDir
 from launcher.schema import ClusterType, Config, MicroBatch, Mode
 
+ENDED = ("completed", "failed")
+"""States of a run that no job in the queue of Slurm goes on with by itself."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -94,8 +97,8 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
         return RunDir(done.parent.parent)
     if submits:
         slurm.check(script(job), job.run_dir)
-    elif RunDir(job.run_dir).read_status().get("state") == SUBMITTED and shutil.which("squeue") is not None:
-        check_free([job.run_dir])  # a job that runs holds the directory
+    elif shutil.which("squeue") is not None and RunDir(job.run_dir).read_status().get("state") not in ENDED:
+        check_free([job.run_dir])
     run_dir = RunDir.create(job.run_dir, may_continue(job.config))
     try:
         if done is not None:
@@ -114,7 +117,8 @@ def run(job: Job, worker: Sequence[str] | None = None) -> RunDir:
             local.run(job.config, groups(job.plan), None, run_dir, worker)
             judge(job.config, run_dir)
         else:
-            _train(job, run_dir, worker)
+            with local.stoppable(run_dir):
+                _train(job, run_dir, worker)
             progress.print_summary(run_dir)
         return run_dir
     except OSError as error:  # a full disk, as a rule
@@ -227,6 +231,7 @@ def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
         freeze(job.plan, run_dir)
         try:
             local.run(job.config, [job.plan.num_ranks], job.plan.num_steps, run_dir, worker)
+            learn(job.plan, run_dir)
             return
         except OutOfMemoryError as error:
             made = finer(job.plan, run_dir.read_status().get("micro_batch_size"))
@@ -236,6 +241,13 @@ def _train(job: Job, run_dir: RunDir, worker: Sequence[str] | None) -> None:
             say(f"{error}; the run goes on with micro-batches of {made.cut.micro_batch_size}")
             origin = resume.origin(made.config, job.run_dir)
             job = dataclasses.replace(job, config=made.config, plan=made, origin=origin)
+
+
+def learn(made: Plan, run_dir: RunDir) -> None:
+    """Where ranks had to come down to smaller micro-batches by themselves, the next search begins with that."""
+    reached = run_dir.read_status().get("micro_batch_size")
+    if reached is not None:
+        micro_batch.lower(micro_batch.key(made.config, made.num_ranks), reached)
 
 
 def finer(made: Plan, reached: int | None) -> Plan | None:
@@ -248,6 +260,7 @@ def finer(made: Plan, reached: int | None) -> Plan | None:
     cut = replace(made.cut, micro_batch_size=micro, gradient_accumulation_steps=whole // micro).finer()
     if cut is None:
         return None
+    micro_batch.lower(micro_batch.key(made.config, made.num_ranks), cut.micro_batch_size)
     return _with_micro_batches(resume.again(made.config), made.cut, cut.micro_batch_size)
 
 

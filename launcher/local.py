@@ -24,7 +24,7 @@ from launcher.errors import (
 from launcher.failures import Failure
 from launcher.progress import Progress
 from launcher.ranks import STORE_FD
-from launcher.rundir import FAILURE, MEMORY, PREEMPTED, RunDir
+from launcher.rundir import FAILURE, PREEMPTED, RunDir
 from launcher.schema import Config, Mode
 
 WORKER = (sys.executable, "-m", "launcher.worker")
@@ -56,8 +56,15 @@ def run(
     run_dir.write_status(activity="starting", pid=os.getpid(), host=socket.gethostname())
     try:
         with _signals() as caught, Progress(run_dir, config, num_steps) as progress:
-            for num_ranks in groups:
-                _supervise(num_ranks, run_dir, worker or WORKER, progress, caught, may_stop=config.mode is Mode.TRAIN)
+            try:
+                for num_ranks in groups:
+                    _supervise(num_ranks, run_dir, worker or WORKER, progress, caught, config.mode is Mode.TRAIN)
+            except OutOfMemoryError:
+                if caught:  # ranks are not to go on in smaller micro-batches instead
+                    raise _preempted(run_dir, "", caught) from None
+                raise
+            if caught and not is_all:  # it came too late for these ranks, and what comes after them is not wanted
+                raise _preempted(run_dir, "", caught)
     except (RunPreemptedError, OutOfMemoryError):
         raise
     except BaseException as error:
@@ -120,13 +127,12 @@ def _supervise(
     if failed:
         found = _failures(ranks, failed, run_dir)
         first = min(found)
-        if first.stopped_by is not None or (caught and first.kind == MEMORY):
-            # It would have heeded that at the end of the step, and is not to go on in smaller micro-batches instead.
+        if first.stopped_by is not None:
             raise _preempted(run_dir, first.stopped_by, caught)
         raise _error(found, ranks, run_dir)
 
 
-def _preempted(run_dir: RunDir, stopped_by: str | None, caught: list[signal.Signals]) -> RunPreemptedError:
+def _preempted(run_dir: RunDir, stopped_by: str, caught: list[signal.Signals]) -> RunPreemptedError:
     reason = f"{caught[0].name} to the launcher" if caught else stopped_by  # which this process has passed on
     run_dir.write_status(state=PREEMPTED, reason=reason, step=run_dir.last_step(), activity=None)
     step = run_dir.read_status().get("checkpoint")
@@ -305,6 +311,24 @@ def interruptible() -> Iterator[None]:
 
     with _handled_by(interrupt):
         yield
+
+
+@contextmanager
+def stoppable(run_dir: RunDir) -> Iterator[None]:
+    """Signals to stop raise RunPreemptedError while inside, with the status of the run, except during ``run``: between
+    two groups of ranks nothing has to be saved."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise RunPreemptedError(f"stopped by {signal.Signals(number).name} to the launcher")
+
+    with _handled_by(stop):
+        try:
+            yield
+        except RunPreemptedError as error:
+            if run_dir.read_status().get("state") != PREEMPTED:
+                reason = str(error).removeprefix("stopped by ")
+                run_dir.write_status(state=PREEMPTED, reason=reason, step=run_dir.last_step(), activity=None)
+            raise
 
 
 @contextmanager

@@ -68,11 +68,23 @@ def _at(node: Mapping[str, Any], key: str) -> Any:
 
 def remembered(key: str, sizes: Sequence[int]) -> int | None:
     """A size found earlier, if it is one of ``sizes``."""
+    found = _read(key)
+    return found if found in sizes else None
+
+
+def lower(key: str, size: int) -> None:
+    """What was found is too large by now: ``size`` is the most that may fit."""
+    found = _read(key)
+    if found is not None and found > size:
+        remember(key, size)
+
+
+def _read(key: str) -> int | None:
     try:
         found = json.loads(_file(key).read_text(encoding="utf-8"))["micro_batch_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if found in sizes else None
+    return found if type(found) is int else None
 
 
 def remember(key: str, size: int) -> None:

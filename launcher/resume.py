@@ -84,15 +84,14 @@ def origin(config: Config, run_dir: Path) -> Origin | None:
         return Origin(given.path, given, [])
     if wish == REQUIRED or notes:
         raise RequestError(f"{WISH}={wish}: {none_in(directory.checkpoints, notes)}")
-    # One that was killed while its files were written has not begun.
-    if not (directory.config.exists() and directory.plan.exists()):
-        return None
-    if (began_at := _path_in(directory.config)) is not None:
+    if directory.config.exists() and (began_at := _path_in(directory.config)) is not None:
         raise RequestError(
             f"{WISH}={wish}: the run in {run_dir} began at {began_at} and has no checkpoint of its own yet; set "
             f"{WISH}={began_at}, or start a new run in another {KEY}"
         )
-    return Origin(run_dir, None, [])
+    # One that was killed while its first files were written has not begun.
+    begun = directory.metrics.exists() or (directory.config.exists() and directory.plan.exists())
+    return Origin(run_dir, None, []) if begun else None
 
 
 def _path_in(config: Path) -> str | None:

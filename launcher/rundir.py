@@ -118,15 +118,15 @@ class RunDir:
             self._lock_fd = None
 
     def holds_a_run(self) -> bool:
-        return self.config.exists() or self.metrics.exists()
+        return self.config.exists() or self.metrics.exists() or any(self.checkpoints.glob("step_*"))
 
     def begin_attempt(self) -> int:
         """Keep what describes the attempt before, if there was one; returns the number of the new one."""
         for name in FILES:
             for debris in self.path.glob(aside(name)):
-                debris.unlink()
-        told = self.read_status().get("attempt", 0)
-        before = told if isinstance(told, int) else 0
+                remove(debris)
+        told = self.read_status().get("attempt")
+        before = told if isinstance(told, int) and 0 <= told < 10**6 else 0
         if self.config.exists():
             folder = self.path / "attempts" / str(before)
             folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class RunDir:
         """Of ranks that have ended, before others are started, of this attempt or of another."""
         for kind in ("*.failure.json", aside("*.failure.json")):
             for failure in self.logs.glob(kind):
-                failure.unlink()
+                remove(failure)
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Write whole files by name, each atomically and to disk."""
@@ -230,6 +230,14 @@ def check(path: Path, may_continue: bool = False) -> list[str]:
         if not os.access(file, os.R_OK | os.W_OK):
             return [f"{KEY}={path}: {file} cannot be read and written; give another directory"]
     return []
+
+
+def remove(path: Path) -> None:
+    """Whatever it is, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def aside(name: str) -> str:

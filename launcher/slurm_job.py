@@ -196,6 +196,8 @@ def end(path: Path, srun: str) -> str:
             run_dir.write_status(begun=False, groups_done=groups_done)
             return AGAIN
         job.judge(config, run_dir)
+    else:
+        job.learn(_planned(config), run_dir)
     run_dir.write_status(state="completed", activity=None)
     return ""
 

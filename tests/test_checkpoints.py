@@ -9,6 +9,7 @@ import pytest
 
 from launcher import checkpoints
 from launcher.checkpoints import Checkpoint
+from tests.genome.files import let_enter, ordinary_user
 
 STATE = {"tokens_seen": 7, "is_last": False}
 PARAMETERS = {"a.weight": {"shape": [2, 3], "count": 1.0, "kinds": {"weight": [[0, 0, 4], [0, 3, 6]], "exp_avg": []}}}
@@ -268,3 +269,15 @@ def test_a_name_in_latest_that_cannot_be_one_is_said(tmp_path: Path) -> None:
     made = make(tmp_path, 10)
     (tmp_path / "latest").write_text("a" * 3000)
     assert checkpoints.note_on_latest(tmp_path, made) == "latest cannot be read (OSError)"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "rank_00000.safetensors", "checkpoint.json"])
+def test_a_file_without_permission_is_told_like_any_other_damage(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path, 10)
+    let_enter(path)
+    (path / name).chmod(0)
+    with ordinary_user():
+        found, notes = newest(tmp_path)
+    assert found is None
+    assert len(notes) == 1
+    assert f"step_00000010 cannot be used: {name} cannot be read" in notes[0]

@@ -333,6 +333,31 @@ def test_a_rank_that_runs_out_of_memory_while_the_launcher_is_to_stop_has_stoppe
     assert str(raised.value) == "stopped by SIGUSR2 to the launcher"
 
 
+def test_a_signal_that_comes_too_late_for_ranks_that_try_something_stops_what_comes_after_them(
+    run_dir: RunDir, worker: Worker
+) -> None:
+    code = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
+    """
+    with pytest.raises(RunPreemptedError) as raised:
+        local.run(CONFIG, [1], None, run_dir, worker(code), is_all=False)
+    assert str(raised.value) == "stopped by SIGINT to the launcher"
+    assert run_dir.read_status()["state"] == "preempted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+def test_a_signal_between_two_groups_of_ranks_stops_the_run(run_dir: RunDir, number: signal.Signals) -> None:
+    run_dir.write_status(state="running")
+    with pytest.raises(RunPreemptedError) as raised, local.stoppable(run_dir):  # noqa: PT012
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+    assert str(raised.value) == f"stopped by {number.name} to the launcher"
+    status = run_dir.read_status()
+    assert (status["state"], status["reason"]) == ("preempted", f"{number.name} to the launcher")
+
+
 def test_a_rank_that_is_ended_because_another_ran_out_of_memory_was_not_to_stop(
     run_dir: RunDir, worker: Worker
 ) -> None:

@@ -59,3 +59,31 @@ def test_without_a_cache_folder_nothing_is_remembered_and_nothing_fails(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     micro_batch.remember("key", 4)
     assert micro_batch.remembered("key", [4]) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[4]", '{"micro_batch_size": 4.0}', '{"micro_batch_size": true}', '{"micro_batch_size": NaN}',
+             "[" * 100_000]
+)  # fmt: skip
+def test_a_file_that_somebody_has_changed_is_as_if_it_were_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    micro_batch.remember("key", 4)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(text)
+    assert micro_batch.remembered("key", [1, 2, 4]) is None
+    micro_batch.lower("key", 2)
+    assert file.read_text() == text
+
+
+def test_a_size_that_has_become_too_large_is_not_remembered_any_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    micro_batch.lower("key", 8)
+    assert micro_batch.remembered("key", [8]) is None, "nobody has looked for one"
+    micro_batch.remember("key", 4)
+    for size in (8, 2):
+        micro_batch.lower("key", size)
+    assert micro_batch.remembered("key", [1, 2, 4, 8]) == 2

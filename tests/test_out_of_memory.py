@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,8 @@ def test_where_ranks_cannot_cut_finer_together_the_run_is_started_anew_with_smal
     folder: Path, whole: list[float], stage: str
 ) -> None:
     """Rank 1 fails in the first pass of its fourth step, when the second is saved."""
-    done = launch(folder, stage, f"batch.train_micro_batch_size_per_gpu=4 zero={stage}", "1:7:2")
+    words = f"batch.train_micro_batch_size_per_gpu=4 zero={stage} checkpoint.asynchronous=false"
+    done = launch(folder, stage, words, "1:7:2")
     assert done.returncode == 0, done.stderr
     run_dir = RunDir(folder / stage)
     assert "rank 1 failed: OutOfMemoryError: tried to allocate too much" in done.stdout
@@ -107,6 +109,23 @@ def test_a_run_that_begins_at_the_checkpoint_of_another_begins_there_again(folde
              if line["kind"] == "train"]  # fmt: skip
     assert [(line["attempt"], line["step"], line["micro_batch_size"]) for line in train] == [(2, 5, 2)]
     assert train[0]["loss"] == pytest.approx(whole[4], rel=1e-6)
+
+
+def test_a_run_whose_own_checkpoints_are_damaged_does_not_begin_at_that_of_another_again(
+    folder: Path, whole: list[float]
+) -> None:
+    run_dir = folder / "damaged"
+    shutil.copytree(folder / "whole", run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000005")
+    for shard in (run_dir / "checkpoints").glob("*/rank_00001.safetensors"):
+        contents = bytearray(shard.read_bytes())
+        contents[-1] ^= 1
+        shard.write_bytes(contents)
+    path = folder / "whole" / "checkpoints" / "step_00000002"
+    words = f"batch.train_micro_batch_size_per_gpu=4 zero=stage3 checkpoint.resume={path}"
+    done = launch(folder, "damaged", words)
+    assert done.returncode == 2
+    assert f"{run_dir}/checkpoints holds no checkpoint that can be used; step_00000004 cannot be used: " in done.stderr
 
 
 @pytest.mark.parametrize(("stage", "micro"), [pytest.param("stage3", 1, marks=pytest.mark.slow), ("stage1", 4)])
@@ -139,6 +158,12 @@ def test_auto_finds_the_largest_micro_batch_that_fits_and_remembers_it(
     assert second.returncode == 0, second.stderr
     assert "auto: 4" in second.stdout
     assert "trying" not in second.stdout
+    third = launch(folder, f"less_{stage}", words + " train.max_steps=2", "1:1:2")
+    assert third.returncode == 0, third.stderr
+    assert RunDir(folder / f"less_{stage}").last_step() == 2
+    fourth = launch(folder, f"known_{stage}", words + " train.max_steps=2", "1:1:2")
+    assert "auto: 2" in fourth.stdout
+    assert RunDir(folder / f"known_{stage}").read_status()["attempt"] == 1
 
 
 def test_a_signal_while_sizes_are_tried_says_nothing_about_them(folder: Path, whole: list[float]) -> None:

@@ -138,6 +138,16 @@ def test_a_run_that_began_at_a_path_is_not_begun_anew_without_it(tmp_path: Path)
     found = origin(tmp_path / "new", str(path))
     assert found is not None
     assert found.folder == path
+    (tmp_path / "new" / "plan.json").unlink()
+    assert said in refusal(tmp_path / "new", "auto")
+
+
+def test_a_run_that_has_taken_steps_and_lost_its_files_is_not_begun_anew_without_a_word(tmp_path: Path) -> None:
+    leave(tmp_path, steps=())
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "plan.json").unlink()
+    (fault,) = faults(tmp_path, BASE)
+    assert "was made with cannot be read" in fault
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

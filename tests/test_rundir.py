@@ -40,6 +40,12 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path, 
     assert (tmp_path / name).read_text() == "x"
 
 
+def test_checkpoints_are_a_run_too(tmp_path: Path) -> None:
+    """Out of memory, a run that was not to go on would go on with them."""
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert RunDir(tmp_path).holds_a_run()
+
+
 def test_a_path_that_is_a_file_or_goes_through_one_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
@@ -252,8 +258,9 @@ def test_a_disk_without_room_for_a_lock_is_one_line(tmp_path: Path, monkeypatch:
 
 def test_attempts_are_counted_also_where_the_status_is_garbage(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.status.write_text('{"attempt": "x", "state": 5}')
-    assert run_dir.begin_attempt() == 1
+    for attempt in ('"x"', "1" + "0" * 300, "-1", "null"):
+        run_dir.status.write_text(f'{{"attempt": {attempt}, "state": 5}}')
+        assert run_dir.begin_attempt() == 1
 
 
 def test_what_writers_that_were_killed_have_left_goes_with_the_next_attempt(
@@ -266,9 +273,11 @@ def test_what_writers_that_were_killed_have_left_goes_with_the_next_attempt(
             with pytest.raises(KeyboardInterrupt):
                 rundir.write_text(path, "x")
     assert len(list(tmp_path.rglob(".*"))) == 2
+    (tmp_path / ".config.yaml.99" / "a folder").mkdir(parents=True)
+    run_dir.failure(5).mkdir()
     run_dir.begin_attempt()
     run_dir.forget_failures()
-    assert list(tmp_path.rglob(".*")) == []
+    assert list(tmp_path.rglob(".*")) == list(run_dir.logs.iterdir()) == []
 
 
 def interrupt(*_: object) -> None:

@@ -363,9 +363,11 @@ def test_a_job_that_slurm_takes_and_will_not_start_is_told(cluster: slurm.Cluste
     expected = {f"submitted as job {job}; it waits, says Slurm: {reason}" for reason in reasons}
     assert expected & set(done.stdout.splitlines())
     assert field(cluster.show(job), "Reason") in reasons
-    here = launch(folder, environment(cluster.environment), *COMMAND.split(), "hydra.run.dir=held")
-    assert here.returncode == 2
-    assert f"job {job} is at work on it; wait, or scancel {job}, or give another hydra.run.dir" in here.stderr
+    for told in ("submitted", "preempted", "running"):  # the latter two where it has been queued again
+        RunDir(folder / "held").write_status(state=told)
+        here = launch(folder, environment(cluster.environment), *COMMAND.split(), "hydra.run.dir=held")
+        assert here.returncode == 2
+        assert f"job {job} is at work on it; wait, or scancel {job}, or give another hydra.run.dir" in here.stderr
     cluster.run("scancel", job)
 
 

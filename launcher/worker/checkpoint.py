@@ -19,7 +19,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from launcher import checkpoints
+from launcher import checkpoints, rundir
 from launcher.checkpoints import REST, Checkpoint, file_of
 from launcher.errors import RunError
 from launcher.worker import slices
@@ -119,7 +119,7 @@ class Saver:
                     log.warning("checkpoints that are to go cannot be removed: %s", kept)
                 return None, sum(facts["bytes"] for facts in files.values())
             faults = [fault]
-        _attempt(lambda: checkpoints.remove(pending.aside))
+        _attempt(lambda: rundir.remove(pending.aside))
         others = f" (and {len(faults) - 1} other ranks)" if len(faults) > 1 else ""
         return faults[0] + others, 0
 
@@ -158,7 +158,7 @@ def key_of(kind: str, name: str) -> str:
 
 
 def _empty(folder: Path) -> None:
-    checkpoints.remove(folder)
+    rundir.remove(folder)
     folder.mkdir(parents=True)
 
 

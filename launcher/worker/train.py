@@ -301,7 +301,7 @@ class Trainer:
         if wish == resume.NEVER:
             return
         found, notes = checkpoint.find(self.run_dir.checkpoints)
-        if wish not in (resume.AUTO, resume.REQUIRED) and found is None:
+        if wish not in (resume.AUTO, resume.REQUIRED) and found is None and not notes:
             # A path is where a run begins; once it has checkpoints of its own it goes on from those.
             found = checkpoint.read(Path(wish))
         if found is None:
